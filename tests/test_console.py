@@ -96,7 +96,7 @@ def test_what_all_ranks_find_wrong_is_said_by_the_first(rank, kept_signals, monk
     rank(1)
     console.start_log()
     root.handlers.append(logging.FileHandler(tmp_path / "rank-1.log"))
-    monkeypatch.setattr(console, "_leave_it_to_the_first", lambda: sys.exit("ended by the launcher"))
+    monkeypatch.setattr(console.time, "sleep", lambda _: sys.exit("ended by the launcher"))
     with pytest.raises(SystemExit, match="ended by the launcher"):
         console.fail("ConfigError: train.max_tokens")
     assert capsys.readouterr().err == ""

@@ -148,14 +148,14 @@ def exit_code(outcome: str) -> int:
     return PREEMPTED_EXIT_CODE
 
 
-def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = False) -> NoReturn:
+def fail(reason: str, trace: bool = False, once: bool = True, skip_cleanup: bool = False) -> NoReturn:
     """Logs why this process ends, and ends it with code 1.
 
     Args:
         reason: one line.
         trace: add the traceback of the exception being handled.
         once: the other processes of the node have probably failed for the same reason, so only the first logs it.
-        at_once: skip Python's clean-up, in which tensors on a failed GPU would abort the process.
+        skip_cleanup: leave out Python's clean-up, in which tensors on a failed GPU would abort the process.
     """
     report_outcome("failed")
     reason = redact(reason)
@@ -165,11 +165,13 @@ def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = Fa
         _only_into_files()
     if _has_log:
         log.critical("%s", text)
-    if not speaks:
-        _leave_it_to_the_first()
+    if not speaks:  # the launcher ends this process when the first one has reported the error and ended
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        time.sleep(_SECONDS_FOR_THE_FIRST)
     if not speaks or not _has_log:
         print(text, file=sys.stderr)
-    if at_once:
+    if skip_cleanup:
         try:
             logging.shutdown()
             sys.stdout.flush()
@@ -177,17 +179,6 @@ def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = Fa
         finally:
             os._exit(1)
     sys.exit(1)
-
-
-def _leave_it_to_the_first() -> None:
-    """Waits until the launcher ends this process: the first one of the node has reported the error and ended."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    parent, deadline = os.getppid(), time.monotonic() + _SECONDS_FOR_THE_FIRST
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 def _only_into_files() -> None:

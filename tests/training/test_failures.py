@@ -8,6 +8,7 @@ import pty
 import select
 import signal
 import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ from forgetting_transformer.training import setup
 from forgetting_transformer.training.errors import TrainingError
 from forgetting_transformer.training.faults import failures
 from forgetting_transformer.training.faults.peers import is_gone
-from forgetting_transformer.training.records.logs import start_logging
-from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
+from forgetting_transformer.training.records.logs import LogFile
+from forgetting_transformer.training.records.run_directory import RunDirectoryError
 from tests.processes import Command, run_command
 from tests.training.conftest import ENDLESS, STEP, before, changed, command_line, losses, rank_log, refused, train
 from tests.waiting import wait_until
@@ -140,16 +141,19 @@ def test_an_error_of_the_system_is_put_down_to_what_it_concerns(tiny, monkeypatc
 
 
 @pytest.mark.quick
-def test_the_log_takes_any_name_and_a_full_disk_costs_only_its_lines(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(logging, "raiseExceptions", True)
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    (tmp_path / "full/logs").mkdir(parents=True)
-    (tmp_path / "full/logs/rank-1.log").symlink_to("/dev/full")
-    for run in ("run", "full"):
-        start_logging(RunDirectory(tmp_path / run), 1)
-        logging.info(os.fsdecode(b"caf\xe9"))
-    assert (tmp_path / "run/logs/rank-1.log").read_text().endswith("caf\\udce9\n")
-    assert not capsys.readouterr().err
+def test_a_log_that_cannot_be_written_says_so_once(capsys):
+    handler = LogFile("/dev/full")
+    for number in range(3):
+        handler.handle(logging.LogRecord("x", logging.INFO, "", 0, f"line {number}", (), None))
+    sys.stderr.flush()
+    said = capsys.readouterr().err
+    assert said == "/dev/full cannot be written: No space left on device; lines of the log are lost\n"
+
+
+@pytest.mark.quick
+def test_a_line_with_a_name_that_is_not_utf_8_is_in_the_log(tmp_path, capsys):
+    LogFile(tmp_path / "log").handle(logging.LogRecord("x", logging.INFO, "", 0, os.fsdecode(b"caf\xe9"), (), None))
+    assert (tmp_path / "log").read_text() == "caf\\udce9\n" and not capsys.readouterr().err
 
 
 def test_processes_that_would_train_alone_are_refused(tiny):

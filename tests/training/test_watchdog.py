@@ -37,7 +37,7 @@ def ranks(monkeypatch) -> list[peers.Peers]:
     monkeypatch.setattr(peers, "_SECONDS_TO_SPEAK", 0.1)
     found = [peers.Peers() for _ in range(3)]
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(peers, "_machine", lambda: "another machine")
+        elsewhere.setattr(peers.socket, "gethostname", lambda: "another machine")
         found[1].join(1, 3)
     for rank in (0, 2):
         found[rank].join(rank, 3)

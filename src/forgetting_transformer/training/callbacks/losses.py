@@ -154,7 +154,7 @@ class HeldOut(Callback):
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind != "eval":
             return
-        started = time.perf_counter()
+        started, done = time.perf_counter(), f"{trainer.counters.token_count:,}"
         fabric, ranks, length = trainer.fabric, trainer.ranks, trainer.config.datamodule.eval_batch_len
         sums = PositionSums.zeros(length, fabric.device)
         trainer.model.eval()
@@ -166,7 +166,6 @@ class HeldOut(Callback):
         shown = fabric.is_global_zero and sys.stderr.isatty()
         for batch in tqdm(batches, desc="held-out", unit="batch", leave=False, disable=not shown):
             if trainer.should_stop():
-                done = f"{trainer.counters.token_count:,}"
                 log.info("the evaluation after %s tokens was broken off", done)
                 return
             check_batch(batch, self._corpus, None, length, weighted=True)
@@ -192,5 +191,4 @@ class HeldOut(Callback):
         if fabric.is_global_zero:
             unigram = trainer.data_info.unigram_entropy_nats
             known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram else ""
-            done = f"{trainer.counters.token_count:,}"
             log.info("held-out loss %.4f nats per token%s after %s tokens", loss, known, done)

@@ -97,13 +97,12 @@ def check_continues(
     if state["data_fingerprint"] not in (None, data.fingerprint):
         changes.append(f"the corpus (fingerprint {state['data_fingerprint']} -> {data.fingerprint}): {data.path}")
     if changes:
-        advice = "Undo these changes to continue it, or choose another output_dir"
+        advice = (
+            "Undo these changes to continue it, or choose another output_dir (with fork_dir and fork_step to continue "
+            "from it, or init_from an export of it), or start over with resume=false and without fork_dir"
+        )
         if forked:
-            advice = "A fork keeps the model and the shape of a batch: undo these changes, or begin with init_from=an "
-            advice += "export of it"
-        else:
-            advice += " (with fork_dir and fork_step to continue from it, or init_from an export of it)"
-            advice += "" if config.fork_dir else ", or start over with resume=false"
+            advice = "A fork keeps the model and the shape of a batch: undo these changes, or give init_from an export"
         listed = "\n  ".join(changes)
         raise ConfigError(f"{checkpoint} was trained with other settings:\n  {listed}\n{advice}")
 

@@ -24,26 +24,15 @@ log = logging.getLogger(__name__)
 #: PyTorch leaves TF32 off for matrix products.
 Peak = tuple[float, float]
 
-# NVIDIA H100 datasheet: bf16 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL) TFLOPS with sparsity; the H100 architecture
-# whitepaper prints the dense 989.4 and 756. fp32: 67, 51 and 60.
-_H100_SXM = (989.4e12, 67e12)
-_H100_PCIE = (756e12, 51e12)
-_H100_NVL = (835.5e12, 60e12)
-# NVIDIA A100 datasheet: bf16 312 dense, fp32 19.5, the same for SXM and PCIe, 40 and 80 GB.
-_A100 = (312e12, 19.5e12)
-
 PEAKS: dict[str, Peak] = {
-    "NVIDIA A100-SXM4-40GB": _A100,
-    "NVIDIA A100-SXM4-80GB": _A100,
-    "NVIDIA A100-PCIE-40GB": _A100,
-    "NVIDIA A100 80GB PCIe": _A100,
-    "NVIDIA H100 80GB HBM3": _H100_SXM,
-    "NVIDIA H100 PCIe": _H100_PCIE,
-    "NVIDIA H100 NVL": _H100_NVL,
-    # H200 and GH200 datasheets: the compute of the H100, 1,979 TFLOPS bf16 with sparsity (NVL card: 1,671).
-    "NVIDIA H200": _H100_SXM,
-    "NVIDIA H200 NVL": _H100_NVL,
-    "NVIDIA GH200 480GB": _H100_SXM,
+    # NVIDIA A100 datasheet: bf16 312 TFLOPS dense, fp32 19.5, the same for SXM and PCIe, 40 and 80 GB.
+    **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB"), (312e12, 19.5e12)),
+    "NVIDIA A100 80GB PCIe": (312e12, 19.5e12),
+    # NVIDIA H100 datasheet: bf16 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL) TFLOPS with sparsity; the H100 architecture
+    # whitepaper prints the dense 989.4 and 756. fp32: 67, 51 and 60. H200 and GH200 have the compute of the H100.
+    **dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), (989.4e12, 67e12)),
+    "NVIDIA H100 PCIe": (756e12, 51e12),
+    **dict.fromkeys(("NVIDIA H100 NVL", "NVIDIA H200 NVL"), (835.5e12, 60e12)),
     # HGX B200 and GB200 NVL72 datasheets, per GPU: bf16 4.5 and 5 PFLOPS with sparsity, fp32 75 and 80 TFLOPS.
     "NVIDIA B200": (2250e12, 75e12),
     "NVIDIA GB200": (2500e12, 80e12),

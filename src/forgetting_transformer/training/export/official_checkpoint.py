@@ -8,7 +8,6 @@ What a class is called in `_target_` chooses one of this project's; nothing that
 """
 
 import contextlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from forgetting_transformer.training.config.parsing import parse
 from forgetting_transformer.training.optimization.building import build_optimizer, undecayed_parameters
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 
-_DONE = re.compile(r"step-(\d{15,})\.pt\.done")
 #: Functions named in `schedule._target_`.
 _SCHEDULES = {
     "constant_schedule": "constant",
@@ -61,8 +59,8 @@ _NUMPY: list[Any] = [
 
 def steps_of(folder: Path) -> list[int]:
     """Training tokens of the official checkpoints in `folder` that are whole."""
-    found = (_DONE.fullmatch(path.name) for path in folder.glob("*.pt.done"))
-    return sorted(int(name[1]) for name in found if name and (folder / name[0].removesuffix(".done")).is_file())
+    files = (path.with_suffix("") for path in folder.glob("step-*.pt.done"))
+    return sorted(int(file.stem.removeprefix("step-")) for file in files if file.is_file())
 
 
 def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:

@@ -50,9 +50,21 @@ def _data_description(info: DataInfo, local_batch_size: int, data_size: int) -> 
     }
 
 
-def _write_files(trainer: TrainerInterface, info: dict[str, float]) -> None:
-    """Writes config.yaml, model.txt and the lists of parameters, and appends this start to starts.jsonl."""
+def open_metrics(trainer: TrainerInterface) -> MetricsLog:
+    """Writes config.yaml, model.txt and the lists of parameters, appends this start to starts.jsonl, and begins or
+    continues the metrics; rank 0."""
+    config, step = trainer.config, trainer.counters.token_count
+    data, shares = config.datamodule, trainer.ranks.data_size
     root, model = trainer.directory.root, trainer.model.module
+    parameters = [*model.parameters()]
+    total, embedding = sum(p.numel() for p in parameters), model.get_input_embeddings().weight.numel()
+    info = {
+        "total_params": total,
+        "trainable_params": sum(p.numel() for p in parameters if p.requires_grad),
+        "embedding_params": embedding,
+        "non_embedding_params": total - embedding,
+        "flops_per_token": trainer.flops_per_token,
+    }
     write_atomically(trainer.directory.config, yaml.safe_dump(trainer.resolved, sort_keys=False))
     write_atomically(root / "model.txt", f"{model}\n{json.dumps(info, indent=1)}\n")
     for file, decayed in (("decay_params.txt", True), ("no_decay_params.txt", False)):
@@ -66,29 +78,16 @@ def _write_files(trainer: TrainerInterface, info: dict[str, float]) -> None:
         **trainer.environment,
     }
     append_durably(root / "starts.jsonl", f"{json.dumps(start)}\n".encode())
-
-
-def open_metrics(trainer: TrainerInterface) -> MetricsLog:
-    """Writes the descriptions of a run, and begins or continues its metrics; rank 0."""
-    config, step = trainer.config, trainer.counters.token_count
-    data, shares = config.datamodule, trainer.ranks.data_size
-    parameters = [*trainer.model.module.parameters()]
-    total, embedding = sum(p.numel() for p in parameters), trainer.model.module.get_input_embeddings().weight.numel()
-    info = {
-        "total_params": total,
-        "trainable_params": sum(p.numel() for p in parameters if p.requires_grad),
-        "embedding_params": embedding,
-        "non_embedding_params": total - embedding,
-        "flops_per_token": trainer.flops_per_token,
-    }
-    _write_files(trainer, info)
     tokenizer = trainer.data.folder / "tokenizer"
     if tokenizer.is_dir() and not trainer.directory.tokenizer.exists():  # so that an export needs the run alone
         shutil.copytree(tokenizer, trainer.directory.tokenizer)
     metrics = MetricsLog(trainer.directory, step)
-    metrics.report(RESUME, step, {"resume_step": step})
     local = data.train_batch_size // shares
-    facts = {MODEL_INFO: info, TRAIN_DATA_INFO: _data_description(trainer.data_info, local, shares)}
+    facts = {
+        RESUME: {"resume_step": step},
+        MODEL_INFO: info,
+        TRAIN_DATA_INFO: _data_description(trainer.data_info, local, shares),
+    }
     if not config.skip_eval:
         facts[VAL_DATA_INFO] = _data_description(trainer.data.eval_info(), data.eval_local_batch_size, shares)
     for kind, values in facts.items():
@@ -97,8 +96,7 @@ def open_metrics(trainer: TrainerInterface) -> MetricsLog:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Commit of the repository that holds `folder`, the uncommitted changes as a patch, and the names of files that git
-    does not know; {} outside a repository."""
+    """Commit of the repository that holds `folder`, and the uncommitted changes as a patch; {} outside a repository."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
@@ -114,8 +112,7 @@ def git_state(folder: Path) -> dict[str, Any]:
         return done.stdout
 
     try:
-        untracked = git("ls-files", "--others", "--exclude-standard", "--full-name", ":/").splitlines()
-        return {"commit": git("rev-parse", "HEAD").strip(), "patch": git("diff", "HEAD"), "untracked": untracked}
+        return {"commit": git("rev-parse", "HEAD").strip(), "patch": git("diff", "HEAD")}
     except (OSError, subprocess.SubprocessError):
         return {}
 

@@ -1,8 +1,10 @@
 """The log of a run: its file, and the terminal, which may show a live bar."""
 
+import contextlib
 import logging
 import sys
 import warnings
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -24,16 +26,36 @@ class TerminalHandler(logging.Handler):
             self.handleError(record)
 
 
+class LogFile(logging.FileHandler):
+    """A run's log. Where it cannot be written, as on a full disk, the terminal shows this once, without tracebacks."""
+
+    _said = False
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._said:
+            self._said = True
+            with contextlib.suppress(OSError):  # the terminal may be a file on the same disk
+                tqdm.write(
+                    f"{self.baseFilename} cannot be written: {error.strerror}; lines of the log are lost",
+                    file=sys.stderr,
+                )
+
+
 def start_logging(directory: RunDirectory, rank: int) -> None:
     """Every rank writes `logs/rank-<k>.log`; rank 0 also writes to the terminal, the others only warnings."""
-    logging.raiseExceptions = False  # a full disk costs lines of the log, without a traceback for each
     directory.logs.mkdir(parents=True, exist_ok=True)
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     for handler in list(root.handlers):
         root.removeHandler(handler)
         handler.close()
-    file = logging.FileHandler(directory.logs / f"rank-{rank}.log", encoding="utf-8", errors="backslashreplace")
+    file = LogFile(directory.logs / f"rank-{rank}.log")
     terminal = TerminalHandler(logging.INFO if rank == 0 else logging.WARNING)
     for handler in (file, terminal):
         handler.setFormatter(console.log_format(rank))
