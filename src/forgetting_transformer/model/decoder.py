@@ -96,7 +96,7 @@ class DecoderModel(DecoderPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden_BTE = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        shape = hidden_BTE.shape
+        shape = hidden_BTE.shape  # where documents are packed, the blocks see all rows as one
         hidden_BTE, span = span_of_call(self, hidden_BTE, attention_mask, past, cu_seqlens)
 
         # Nothing else holds the inputs of blocks that are done, unless the backward pass needs them.

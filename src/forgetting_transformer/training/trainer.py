@@ -92,14 +92,14 @@ class Trainer:
         self.flops_per_token = sum(share * model.config.flops_per_token(length) for length, share in lengths)
 
         self.begin("strategy")
-        # Names, and before sharding, which replaces the parameters.
+        # By name, because the strategy may replace the parameters.
         self.undecayed = undecayed_parameters(model, config.train)
         self.model: Any = fabric.setup_module(model)
         optimizer = build_optimizer(self.model.module, self.undecayed, config.optimizer)
         self.optimizer: Any = fabric.setup_optimizers(optimizer)
 
         self.begin("loading")
-        # Only now: a command that is refused leaves the run in the folder alone.
+        # Not earlier, so that a command that was refused has left the run in the folder alone.
         resume.prepare_directory(self.directory, config.resume, fabric)
         self.guard = StepGuard(fabric.device)  # leaves out steps whose loss or gradient is not finite
         model = self.model.module  # without Fabric's wrapper, as `optimizer` is
@@ -204,12 +204,12 @@ class Trainer:
                 self.fabric.backward(loss_bT.mean() / len(first_rows))
             losses.add_micro_batch(loss_bT.detach(), row, packed_positions(inputs))
 
-        # A non-finite norm must not raise on one rank while others go on: all judge it alike below.
+        # A norm that is not finite must not raise here, on one rank alone: below, all ranks judge it alike.
         grad_norm: Any = self.fabric.clip_gradients(
             self.model, self.optimizer, max_norm=config.train.max_grad_norm, error_if_nonfinite=False
         )
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-        self.sum_over_ranks(losses.flat)
+        self.sum_over_ranks(losses.flat)  # of which loss_B, loss_T and sequences_T are views
         bad = self.guard.judge(batch_count, losses.loss_B, grad_norm)
         self.guard.update(self.optimizer.optimizer, self.optimizer.step, bad)
         return Step(losses.loss_T.sum() / self.tokens_per_step, grad_norm, lr, losses.loss_T, losses.sequences_T, bad)
@@ -301,7 +301,7 @@ class Trainer:
             setup.synchronize(self.fabric.device)
 
     def begin(self, stage: str) -> None:
-        """Begins a stage of the start, by which times in the log and messages of the watchdog name it."""
+        """Begins a stage of the start. The log's times and the watchdog's messages use its name."""
         self.stages.switch(stage)
         self.watchdog.enter_stage(stage)
 
@@ -315,7 +315,8 @@ class Trainer:
 
     def _first_step_is_done(self, step: Step) -> None:
         self.wait_for_device()
-        # Until here a signal ends a rank at once. No other may have gone on to a step in which it would wait for that.
+        # Until here a signal ends a rank at once. So no rank begins a second step, in which it would wait for one that
+        # has ended, before all have finished the first.
         self.vote.wait_for_all()
         self.stages.switch(None)
         self.watchdog.enter_stage(None)

@@ -154,8 +154,8 @@ class ForgettingAttentionLayer(nn.Module):
 
         Args:
             hidden_states: T new tokens `(B, T, E)`.
-            span: facts about them, from the decoder; or for a layer by itself
-            attention_mask: `(B, T)`, 0 for padding.
+            span: facts about them, from the decoder.
+            attention_mask: `(B, T)`, 0 for padding, for a layer by itself, without a span.
         """
         x_BTE = hidden_states
         if span is None:
