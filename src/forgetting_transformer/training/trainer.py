@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from forgetting_transformer import console
 from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training import saving, setup
@@ -43,6 +44,7 @@ from forgetting_transformer.training.faults.stop import Stop, Vote
 from forgetting_transformer.training.feed import batches
 from forgetting_transformer.training.optimization.building import build_optimizer, undecayed_parameters
 from forgetting_transformer.training.optimization.schedule import build_schedule
+from forgetting_transformer.training.parallel.launch import expected_device, expected_world_size
 from forgetting_transformer.training.parallel.ranks import Ranks
 from forgetting_transformer.training.records.descriptions import describe, open_metrics, start_block
 from forgetting_transformer.training.records.loss_by_position import StepLosses
@@ -65,6 +67,7 @@ class Trainer:
         self.stages, self.clock = Clock("imports"), Clock("start")
 
         self.begin("processes")
+        self.compilation = Compilation(config, expected_device(config), console.rank(), expected_world_size(config))
         fabric = self.fabric = setup.connect(config, self.supervisor)
         timeout = timedelta(seconds=config.strategy.timeout_seconds)
         self.ranks = Ranks(fabric.global_rank, fabric.world_size, config.strategy.context, timeout)
@@ -76,9 +79,6 @@ class Trainer:
         self.data_info = self.data.train_info()
         self.tokens_per_step = config.datamodule.train_batch_size * config.datamodule.train_batch_len
 
-        self.begin("compiler")
-        self.compilation = Compilation(config, fabric.device, fabric.global_rank, fabric.world_size)
-
         self.begin("checkpoint")
         folder, watch = self.directory.checkpoints, self.watchdog.waiting_for
         self.checkpointer = Checkpointer(folder, config.checkpoint_keep_last, config.checkpoint_background, watch)
@@ -86,7 +86,8 @@ class Trainer:
         self.origin = resume.find_checkpoint(config, self.directory, fabric)
 
         self.begin("self-test")
-        model, self.backends = setup.model_and_kernels(config, fabric, self.data, self.origin, self.begin)
+        with self.compilation.compiling_kernels():
+            model, self.backends = setup.model_and_kernels(config, fabric, self.data, self.origin, self.begin)
         lengths = self.data.train_lengths().items()
         self.flops_per_token = sum(share * model.config.flops_per_token(length) for length, share in lengths)
 
