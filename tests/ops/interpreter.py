@@ -79,8 +79,9 @@ def patch_once(function, patch=interpreter._patch_lang):
 
 interpreter._patch_lang = patch_once
 
-# Half of what is left: every sum of 32 bits is computed in 64 too, which no GPU does outside of its debug mode, and a
-# table of all types is made to look one up. Offsets that wrap are found by `test_layouts_of_inputs.py`.
+# Half of what is left: every sum of 32 bits is computed in 64 too, which no GPU does outside of its debug mode; a table
+# of all types is made to look one up; and a tensor's type is made anew for every tensor. Offsets that wrap are found by
+# `test_layouts_of_inputs.py`.
 builder = interpreter.interpreter_builder
 builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
@@ -91,6 +92,15 @@ def find_once(dtype, find=interpreter._get_np_dtype, found={}):
     return found[name]
 
 interpreter._get_np_dtype = find_once
+
+def make_once(self, element_ty, shape, make=tl.block_type.__init__, made={}):
+    key = element_ty.name, *shape
+    if key not in made:
+        make(self, element_ty, shape)
+        made[key] = vars(self).copy()
+    vars(self).update(made[key])
+
+tl.block_type.__init__ = make_once
 
 # The first call imports hundreds of modules, two seconds of every snippet if it were not made here.
 with torch.no_grad():
