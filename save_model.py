@@ -3,12 +3,12 @@
 
     python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo
 
-README.md is the model card: corpus, tokens, losses, settings, how to load the model. Edit it to choose a licence; a
-card that you have edited is kept as it is. `hf upload ACCOUNT/NAME output/hf/demo` shares the export.
+README.md is the model card: how to load the model. Edit it to choose a licence; a card that you have edited is kept as
+it is. `hf upload ACCOUNT/NAME output/hf/demo` shares the export.
 
 exported_from.json names the checkpoint and the files that the export wrote. A later export of the same run replaces
 these files, and one of another run with --replace. A folder with other files, or with files that were edited since, is
-refused. So is the folder of a run or of a corpus.
+refused.
 
 Load the export with
 

@@ -340,7 +340,7 @@ def dumps(content: Mapping[str, Any]) -> str:
 
 def environment(command_line: str, device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
     """Command, date, commit, hardware and versions of a measurement on `device` ("cuda" or "cpu")."""
-    from forgetting_transformer.training.start.descriptions import PACKAGES, git_state
+    from forgetting_transformer.training.records.descriptions import PACKAGES, git_state
 
     state = git_state(Path(__file__).parent)
     # Results and pages are written beside the code; only code changes what is measured.

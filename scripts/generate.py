@@ -24,7 +24,7 @@ def main() -> None:
     import transformers
     from transformers import TextStreamer
 
-    from forgetting_transformer import model_tokenizer
+    from forgetting_transformer.data import model_tokenizer
     from forgetting_transformer.evaluation.models import (
         EvaluationError,
         load_model,

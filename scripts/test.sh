@@ -9,16 +9,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
 
-# One thread per test process: the suite runs three of them, which often wait for the processes they start.
+# One thread per test process. Each imports everything, so there are two, which often start two processes themselves.
 # A pool of compilers would import PyTorch in every one, and six programs would be compiled to test the instructions.
 export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline
+# Zarr and Hydra bring plugins for pytest, which every process would import before it knows whether it needs them.
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 ruff check .
 ruff format --check --quiet .
-workers=3
-if [[ " $* " == *" --fast "* ]]; then
-    workers=2 # each imports everything
-else
-    mypy
-fi
-exec python -m pytest -n "${TEST_WORKERS:-$workers}" --dist worksteal --durations 25 "$@"
+[[ " $* " == *" --fast "* ]] || mypy
+exec python -m pytest -p xdist.plugin -n "${TEST_WORKERS:-2}" --dist worksteal --durations 25 "$@"

@@ -26,10 +26,10 @@ import numpy as np
 from forgetting_transformer import command_line
 from forgetting_transformer.analysis import outputs
 from forgetting_transformer.command_line import count
+from forgetting_transformer.data.model_tokenizer import load_tokenizer
 from forgetting_transformer.evaluation.held_out import find_heldout, open_heldout
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.files import write_atomically
-from forgetting_transformer.model_tokenizer import load_tokenizer
 
 COMMAND = "studies/code_tasks.py"
 FILES = ("next_line.jsonl", "next_line.py", "next_line.yaml")

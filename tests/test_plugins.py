@@ -78,6 +78,7 @@ def test_sections_are_of_the_dataclasses_that_the_components_registered(config):
             "optimizer.name='lionn' is unknown; did you mean 'lion'. Otherwise name the plug-in that has it: ",
         ),
         ({"datamodule__name": "nope"}, "datamodule.name='nope' is unknown; use longcrawl64, .*or name the plug-in"),
+        ({"schedule__name": "cosine"}, "schedule.name='cosine' is unknown; .*warmup_cosine"),
         ({"callbacks__prob": {}}, "callbacks='prob' is unknown; did you mean 'probe'?"),
         ({"callbacks": 3}, r"callbacks=3 must be a list of names, as in callbacks=\[a,b\]"),
         ({"optimizer__bta": 1}, "unknown config key 'optimizer.bta'; did you mean 'optimizer.beta'?"),

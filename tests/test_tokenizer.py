@@ -14,10 +14,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Tokenizer
 
-from forgetting_transformer import model_tokenizer
 from forgetting_transformer import tokenizer as tokenizer_module
+from forgetting_transformer.data import model_tokenizer
+from forgetting_transformer.data.model_tokenizer import load_tokenizer
 from forgetting_transformer.data.prepare.tokenizers import TokenizerInfo, byte_tokenizer, encode, save_built
-from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, json_escape, json_unescape
 
 EOT = "<|endoftext|>"

@@ -2,15 +2,13 @@
 passwords.
 
 Passwords stay out of what is written and printed: config.yaml, checkpoints, logs, error messages, wandb. A URL such as
-https://reader:PASSWORD@host/data?token=TOKEN is used as it is given and shown as https://reader:***@host/data?token=***.
+https://reader:PASSWORD@host/data?token=TOKEN is used as it is given and shown as https://***@host/data?token=***.
 
 Imports only the standard library, so that a typo is answered before PyTorch is loaded.
 """
 
 import contextlib
 import ctypes
-import io
-import json
 import logging
 import os
 import re
@@ -18,7 +16,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -99,15 +96,6 @@ def rank() -> int:
     return 0
 
 
-def _record_reason(reason: str) -> None:
-    """Writes why this rank fails where its launcher reads it."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with contextlib.suppress(OSError):
-            details = {"py_callstack": reason, "timestamp": str(int(time.time()))}
-            content = {"message": {"message": reason, "extraInfo": details}}
-            Path(path).write_text(json.dumps(content), encoding="utf-8")
-
-
 def log_format(number: int) -> logging.Formatter:
     return RedactingFormatter(f"%(asctime)s rank {number} %(levelname)s %(message)s", DATE_FORMAT)
 
@@ -122,16 +110,6 @@ def start_log() -> None:
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     root.handlers = [handler]
-
-
-@contextlib.contextmanager
-def one_voice() -> Iterator[None]:
-    """Lets only the first process of a node print."""
-    if first_of_node():
-        yield
-        return
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
 
 
 def die_with_launcher() -> None:
@@ -181,15 +159,16 @@ def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = Fa
     """
     report_outcome("failed")
     reason = redact(reason)
-    _record_reason(reason)
     text = f"{reason}\n{redact(traceback.format_exc())}" if trace else reason
     speaks = first_of_node() or not once
     if not speaks:
         _only_into_files()
     if _has_log:
         log.critical("%s", text)
-    if not speaks:
-        _leave_it_to_the_first()
+    if not speaks:  # the launcher ends this process when the first one has reported the error and ended
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        time.sleep(_SECONDS_FOR_THE_FIRST)
     if not speaks or not _has_log:
         print(text, file=sys.stderr)
     if at_once:
@@ -200,17 +179,6 @@ def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = Fa
         finally:
             os._exit(1)
     sys.exit(1)
-
-
-def _leave_it_to_the_first() -> None:
-    """Waits until the launcher ends this process: the first one of the node has reported the error and ended."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    parent, deadline = os.getppid(), time.monotonic() + _SECONDS_FOR_THE_FIRST
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 def _only_into_files() -> None:
@@ -228,15 +196,10 @@ _QUERY = re.compile(r"([?&][\w.-]*(?:token|sig|secret|password|passwd|credential
 
 
 def redact(text: str) -> str:
-    """`text` without secrets in URLs: passwords, user names without a password (often tokens), keys in queries."""
+    """`text` without secrets in URLs: users with their passwords, and keys in queries."""
     if "://" not in text:
         return text
-    return _QUERY.sub(rf"\g<1>{REDACTED}", _USER.sub(_without_password, text))
-
-
-def _without_password(match: re.Match[str]) -> str:
-    user, colon, _ = match[0][:-1].partition(":")
-    return f"{user}:{REDACTED}@" if colon else f"{REDACTED}@"
+    return _QUERY.sub(rf"\g<1>{REDACTED}", _USER.sub(f"{REDACTED}@", text))
 
 
 def redact_tree(value: Any) -> Any:

@@ -1,15 +1,5 @@
 """Registries: what a config names and where its code is. Plug-ins add to them without a change to this package.
 
-    from forgetting_transformer import plugins
-    from forgetting_transformer.training.config import OptimizerConfig
-
-    @dataclass
-    class LionConfig(OptimizerConfig):  # has `name` and `lr`
-        beta: Annotated[float, Field(ge=0, le=1)] = 0.9
-
-    @plugins.OPTIMIZERS.register("lion", config=LionConfig)
-    def build(model, undecayed, config): ...
-
 A component of this package is listed by the module that registers it, which is imported when the name is first asked
 for: so `callbacks: [lm_eval]` reaches an evaluation though training imports none, and reading a config loads no
 PyTorch. A module that registers therefore imports PyTorch inside its functions.
@@ -101,10 +91,7 @@ class Registry(Generic[T]):
         return name in self._builtin or name in self._components
 
     def get(self, name: str) -> Component[T]:
-        """
-        Raises:
-            UnknownComponentError: nothing is registered under `name`.
-        """
+        """The component registered under `name`; raises UnknownComponentError where there is none."""
         found = self._components.get(name) if isinstance(name, str) else None
         if found is None and isinstance(name, str) and name in self._builtin:
             importlib.import_module(self._builtin[name])

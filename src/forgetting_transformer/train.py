@@ -68,8 +68,7 @@ def compose_or_explain() -> training.Config | None:
                 "each job"
             )
         sys.argv[1:] = composition.for_hydra(sys.argv[1:], folders)
-        with console.one_voice():
-            compose()
+        compose()
         if not _composed:
             return None
         errors.check_groups(map(str, _composed[0]), folders)

@@ -24,7 +24,7 @@ def open_record(cases, *arguments: str):
 def test_a_file_says_what_was_measured_where_and_with_what(cases, tmp_path, monkeypatch):
     file = tmp_path / "new" / "results.json"
     monkeypatch.setenv("BENCHMARK_COMMIT", "0123abc")
-    monkeypatch.setattr("forgetting_transformer.training.start.descriptions.git_state", lambda folder: {})
+    monkeypatch.setattr("forgetting_transformer.training.records.descriptions.git_state", lambda folder: {})
     opened = open_record(cases, "--out", str(file), "--steps", "3", "--replace", "--time_limit", "9")
     assert opened.add({"shape": (1, 2), "ms": 0.5}) == {"shape": [1, 2], "ms": 0.5}
     found = json.loads(file.read_text())

@@ -114,7 +114,7 @@ def test_a_checkpoint_whose_weights_are_not_finite_is_refused_by_all_that_use_it
     optimizer.step()
     with torch.no_grad():
         model.lm_head.weight[1] = math.nan
-    checkpointer = Checkpointer(tmp_path / "run/checkpoints", 2, 0, 1)
+    checkpointer = Checkpointer(tmp_path / "run/checkpoints", 2)
     checkpointer.save(2 * checkpoint.step, model, optimizer, state, {}, permanent=False)
     assert checkpointer.take_result(wait=True).error is None
     size = model.config.hidden_size

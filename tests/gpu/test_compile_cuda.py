@@ -102,7 +102,7 @@ def log_of(job: Job, config: dict, code: int = 0) -> str:
     """The log of rank 0, which trained to its end with everything compiled."""
     assert {*job.wait()} == {code}, job.errors()
     log = rank_log(config, 0)
-    assert "compiling, " in log and "the first step is done" in log
+    assert "compiling; " in log and "the first step is done" in log
     assert "runs uncompiled" not in log and "not bitwise from here" not in log
     return log
 

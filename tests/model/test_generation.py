@@ -138,12 +138,12 @@ def greedy_by_full_passes(model, ids: Tensor, steps: int) -> Tensor:
     ids=["cache", "chunked prefill"],
 )
 def test_greedy_generation_with_and_without_left_padding(model, ids, how):
-    want = greedy_by_full_passes(model, ids, 10)
-    assert torch.equal(model.generate(ids, max_new_tokens=10, do_sample=False, **how), want)
+    want = greedy_by_full_passes(model, ids, 6)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, **how), want)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
-    out = model.generate(ids, max_new_tokens=10, do_sample=False, **{**how, "attention_mask": mask})
-    assert torch.equal(out[:1, 5:], greedy_by_full_passes(model, ids[:1, 5:], 10)) and torch.equal(out[1:], want[1:])
+    out = model.generate(ids, max_new_tokens=6, do_sample=False, **{**how, "attention_mask": mask})
+    assert torch.equal(out[:1, 5:], greedy_by_full_passes(model, ids[:1, 5:], 6)) and torch.equal(out[1:], want[1:])
 
 
 @pytest.mark.parametrize("how", [{"num_beams": 4, "num_return_sequences": 2}, {"do_sample": True}], ids=str)

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 #: What every snippet finds there. Memory that is handed out unwritten holds NaN, or a large negative index.
 PRELUDE = """
-import math, types, torch
+import dataclasses, math, types, torch
 import torch.nn.functional as F
 import triton.language as tl
 from triton.runtime import interpreter
@@ -78,6 +78,29 @@ def patch_once(function, patch=interpreter._patch_lang):
     return types.SimpleNamespace(restore=lambda: None) if patched else patch(function)
 
 interpreter._patch_lang = patch_once
+
+# Half of what is left: every sum of 32 bits is computed in 64 too, which no GPU does outside of its debug mode; a table
+# of all types is made to look one up; and a tensor's type is made anew for every tensor. Offsets that wrap are found by
+# `test_layouts_of_inputs.py`.
+builder = interpreter.interpreter_builder
+builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+def find_once(dtype, find=interpreter._get_np_dtype, found={}):
+    name = dtype.scalar.name
+    if name not in found:
+        found[name] = find(dtype.scalar)
+    return found[name]
+
+interpreter._get_np_dtype = find_once
+
+def make_once(self, element_ty, shape, make=tl.block_type.__init__, made={}):
+    key = element_ty.name, *shape
+    if key not in made:
+        make(self, element_ty, shape)
+        made[key] = vars(self).copy()
+    vars(self).update(made[key])
+
+tl.block_type.__init__ = make_once
 
 # The first call imports hundreds of modules, two seconds of every snippet if it were not made here.
 with torch.no_grad():

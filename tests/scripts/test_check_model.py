@@ -19,7 +19,7 @@ from forgetting_transformer import plugins
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.checks import CHECKS, check_architecture
 from forgetting_transformer.model.config import SwiGLUDecoderConfig
-from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.decoder import model_classes
 from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, zero_padding
 from tests.docs.commands import write_files
 from tests.processes import ROOT, run_command, run_here
@@ -100,9 +100,7 @@ def register(monkeypatch) -> Callable[..., str]:
         methods = {"mixer_flops_per_token": lambda self, layer_idx, seq_len: 4.0 * self.hidden_size**2} | methods
         body = {"model_type": "throw_away-tests", "build_mixer": build_mixer, "__module__": __name__, **methods}
         config_class = type("ThrowAwayConfig", (SwiGLUDecoderConfig,), body)
-        model_class = type("ThrowAwayModel", (DecoderModel,), {"config_class": config_class})
-        lm_class = type("ThrowAwayForCausalLM", (DecoderForCausalLM,), {"model_class": model_class})
-        registry.register("throw_away", config_class, model_class, lm_class)
+        registry.register("throw_away", config_class, *model_classes(config_class))
         return "throw_away"
 
     return add

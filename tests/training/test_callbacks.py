@@ -22,7 +22,7 @@ from forgetting_transformer.training.callbacks import Callback
 
 @plugins.CALLBACKS.register("diary", free=[plugins.ALL])
 class Diary(Callback):
-    kinds = ("diary",)
+    kind = "diary"
     evaluates = True
     interval = 512
 
@@ -38,7 +38,7 @@ class Diary(Callback):
     def on_interval(self, trainer, kind):
         self.calls.append(kind)
         if kind == "eval":
-            trainer.report("diary", {"diary/steps": int(self.steps)})
+            trainer.report("diary", {"steps": int(self.steps)})
 
     def on_save(self, trainer, saved):
         self.calls.append(f"saved {saved.step}")
@@ -122,7 +122,7 @@ def test_random_numbers_and_train_mode_are_left_as_found(tiny, finished):
 
 
 def test_long_work_of_one_rank_alone_is_refused_with_the_reason(tiny):
-    patch = DIARY.replace('trainer.report("diary", {"diary/steps": int(self.steps)})', "trainer.should_stop()")
+    patch = DIARY.replace('trainer.report("diary", {"steps": int(self.steps)})', "trainer.should_stop()")
     said = refused(with_callbacks(tiny, "diary"), 2, patch)
     assert "the callback 'diary' calls trainer.should_stop: it needs all_ranks = True" in said
     assert "all_ranks = True" in status(tiny)["reason"]

@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from forgetting_transformer import command_line
+from forgetting_transformer.training import checkpoint
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint import folder as folder_module
 from forgetting_transformer.training.checkpoint.folder import (
@@ -54,15 +56,32 @@ def trained(steps: int) -> tuple[nn.Module, torch.optim.AdamW]:
 def save(folder: Path, steps: int, background: bool = False) -> dict[str, torch.Tensor]:
     folder.mkdir(parents=True, exist_ok=True)
     model, optimizer = trained(steps)
-    checkpointer = Checkpointer(folder, 1, 0, 1, background=background)
+    checkpointer = Checkpointer(folder, 1, background=background)
     windows = {"position_loss": torch.full((3,), float(steps))}
     checkpointer.save(steps, model, optimizer, {"token_count": steps}, windows, permanent=False)
     with torch.no_grad():
         model.weight.fill_(7.0)  # training goes on
     saved = checkpointer.take_result(wait=True)
     assert saved is not None and saved.error is None, saved
-    checkpointer.close()
     return {f"model.{name}": tensor for name, tensor in trained(steps)[0].state_dict().items()}
+
+
+def test_kept_copies_follow_a_parameter_that_gets_its_first_gradient_later(tmp_path, monkeypatch):
+    """On a GPU copies stay in pinned memory from save to save. Here the memory is not pinned."""
+    create = staging._create_cpu_state_dict
+    monkeypatch.setattr(staging, "_create_cpu_state_dict", lambda tensors, pin_memory=False: create(tensors))
+    monkeypatch.setattr(checkpoint, "_on_gpu", lambda tensors: True)
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    optimizer, checkpointer = torch.optim.AdamW(model.parameters()), Checkpointer(tmp_path, 2, background=True)
+    for step, used in ((1, model[:1]), (2, model), (3, model)):
+        for layer in used:
+            layer(torch.ones(2)).sum().backward()
+        optimizer.step()
+        checkpointer.save(step, model, optimizer, {}, {}, permanent=False)
+        assert checkpointer.take_result(wait=True).error is None
+        held = load_tensors(newest_valid(tmp_path))
+        assert torch.equal(held["model.1.weight"], model[1].weight.detach())
+        assert ("optimizer.state.1.weight.exp_avg" in held) == (step > 1)
 
 
 def assert_holds(path: Path, expected: dict[str, torch.Tensor]) -> None:
@@ -127,7 +146,7 @@ def test_what_goes_before_the_manifest_is_done_before_a_checkpoint_counts(tmp_pa
     """Lines of metrics, say: a run that is continued cuts those behind its checkpoint, and must have those before."""
     model, optimizer = trained(1)
     found: list[object] = []
-    Checkpointer(tmp_path, 1, 0, 1).save(
+    Checkpointer(tmp_path, 1).save(
         1, model, optimizer, {"token_count": 1}, {}, False, before_manifest=lambda: found.append(newest_valid(tmp_path))
     )
     assert found == [None] and newest_valid(tmp_path).step == 1
@@ -147,7 +166,7 @@ def test_another_optimizer_is_refused(tmp_path):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
     with pytest.raises(CheckpointError, match=r"with another optimizer: it has no .*max_exp_avg_sq"):
-        Checkpointer(tmp_path, 1, 0, 1).load(newest_valid(tmp_path), model, optimizer)
+        Checkpointer(tmp_path, 1).load(newest_valid(tmp_path), model, optimizer)
 
 
 class _Attack:
@@ -219,7 +238,7 @@ def test_a_strangers_checkpoint_runs_no_code(tmp_path):
         shutil.copytree(tmp_path / "copy", path)
         _forge(path, attack)
         with pytest.raises(CheckpointError, match=said):
-            Checkpointer(tmp_path / "run", 1, 0, 1).load(newest_valid(tmp_path / "run"), *trained(0))
+            Checkpointer(tmp_path / "run", 1).load(newest_valid(tmp_path / "run"), *trained(0))
     assert not marker.exists()
 
 

@@ -258,7 +258,7 @@ def test_compiled_code_is_kept_in_the_users_cache_unless_the_user_says_where(mon
 
 def test_the_first_step_compiles_nothing_again(captured, tiny):
     config = parse(OmegaConf.create(architecture(tiny, "hybrid", compile=True, gradient_checkpointing=True)))
-    empty = setup.outline(config, INFO)
+    empty = setup.build_model(config, INFO, initialise=False, device="meta")
     compilation.compile_blocks(empty, torch.device("cpu"), 2, 40)
     before = captured["stats"]["unique_graphs"]
     assert before
@@ -277,7 +277,10 @@ def config(tiny, monkeypatch):
 
 
 def test_compiled_code_goes_with_a_kernel_that_is_ruled_out(captured, config, monkeypatch):
-    fabric, empty = Fabric(accelerator="cpu", devices=1), setup.outline(config, INFO)
+    fabric, empty = (
+        Fabric(accelerator="cpu", devices=1),
+        setup.build_model(config, INFO, initialise=False, device="meta"),
+    )
     resets, faults = [], {}
     monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(True))
     monkeypatch.setattr(backends, "_faults", faults)
@@ -295,7 +298,10 @@ def test_an_error_is_left_to_the_first_step_and_hides_none_of_the_body(config, m
 
     monkeypatch.setattr(compilation, "compile_blocks", broken)
     caplog.set_level(logging.DEBUG, "forgetting_transformer")
-    fabric, empty = Fabric(accelerator="cpu", devices=1), setup.outline(config, INFO)
+    fabric, empty = (
+        Fabric(accelerator="cpu", devices=1),
+        setup.build_model(config, INFO, initialise=False, device="meta"),
+    )
     with compilation.compiling(config, fabric, empty, packed=False):
         pass
     assert "nothing was compiled early: no compiler" in caplog.text
@@ -312,4 +318,6 @@ def test_nothing_is_compiled_early_beside_the_test_of_kernels_of_fla(tiny, monke
     )
     for name, served in (("forgetting_transformer", True), ("mamba2", True), ("kda", False)):
         config = parse(OmegaConf.create(architecture(tiny, name, compile=True)))
-        assert compilation._serves(config, gpu, setup.outline(config, INFO)) == served
+        assert (
+            compilation._serves(config, gpu, setup.build_model(config, INFO, initialise=False, device="meta")) == served
+        )

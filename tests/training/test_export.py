@@ -166,8 +166,8 @@ def test_the_commands_say_what_is_wrong_and_a_seed_decides_what_is_drawn(tiny, t
 STRANGERS = {
     "model.safetensors.index.json": "/model.safetensors.index.json is not from an export, ",
     MARK: f"/{MARK} is not from an export, ",
-    "starts.jsonl": " is the folder of a training run",
-    "train.zarr/zarr.json": " is a folder of token arrays",
+    "starts.jsonl": "/starts.jsonl is not from an export, ",
+    "train.zarr/zarr.json": "/train.zarr is not from an export, ",
 }
 
 
@@ -189,9 +189,7 @@ def test_an_export_is_replaced_by_the_next_one_and_other_files_stay(tiny, tmp_pa
     export(run, folder, step=8 * STEP, tokenizer=tokenizer)
     before = snapshot(folder)
     (folder / "notes.txt").write_text("mine")
-    said = export(run, folder, tokenizer=tokenizer)
-    assert f"in place of the one at {8 * STEP:,} tokens of debug" in said
-    assert "in place of" not in export(run, folder, tokenizer=tokenizer)
+    export(run, folder, tokenizer=tokenizer)
     after = snapshot(folder)
     assert after["model.safetensors"] != before["model.safetensors"] and after["notes.txt"] == b"mine"
     mark = json.loads(after[MARK])
@@ -219,8 +217,7 @@ def test_another_runs_export_is_replaced_where_that_is_asked_for_alone(tiny, tmp
     with pytest.raises(ExportError, match=rf"{folder} holds the export of another run \(.*, seed 0, 1,024 tokens\)"):
         export(other, folder, tokenizer=tokenizer)
     assert snapshot(folder) == before
-    said = export(other, folder, tokenizer=tokenizer, replace=True)
-    assert "in place of the one at 1,024 tokens" in said
+    export(other, folder, tokenizer=tokenizer, replace=True)
     assert snapshot(folder)["model.safetensors"] != before["model.safetensors"]
 
 
@@ -230,8 +227,6 @@ def test_the_card_of_an_export_loads_it_and_names_no_place(tiny, tmp_path, finis
     card = (folder / CARD).read_text(encoding="utf-8")
     done = run_command("-c", card.split("```python\n")[1].split("```")[0], folder=folder)
     assert done.returncode == 0 and done.stdout.startswith("w1 w1"), done.stderr
-    val = json.loads((run / "metrics/jsonlines/val.jsonl").read_text().splitlines()[-1])
-    assert f"| held-out | {val['val/loss']:.4f} |" in card
     for file in folder.iterdir():
         for place in (run, tmp_path, tiny["data_dir"], ROOT):
             assert str(place).encode() not in file.read_bytes(), file.name

@@ -100,8 +100,8 @@ def test_errors_come_before_the_first_step_and_name_the_fix(tiny, change, messag
 #: path, as a full disk does.
 NO_ROOM = """
 import resource
-from forgetting_transformer.training.faults.failures import Start
-enter, leave = Start.__enter__, Start.__exit__
+from forgetting_transformer.training.faults.failures import Supervisor
+enter, leave = Supervisor.__enter__, Supervisor.__exit__
 def limited(self):
     resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
     return enter(self)
@@ -110,7 +110,7 @@ def freed(self, *error):
         return leave(self, *error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-Start.__enter__, Start.__exit__ = limited, freed
+Supervisor.__enter__, Supervisor.__exit__ = limited, freed
 """
 
 

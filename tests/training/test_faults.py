@@ -46,7 +46,9 @@ def in_reader(what: str) -> str:
 
 
 def in_start(what: str, rank: int = 0) -> str:
-    return before("training.setup", "build_model", what, f"os.environ.get('RANK', '0') == '{rank}'", "*arguments")
+    """While the initial weights are drawn."""
+    owner, chosen = "training.initialisation.from_seed", f"os.environ.get('RANK', '0') == '{rank}'"
+    return before(owner, "initialise", what, chosen, "*arguments")
 
 
 def in_writer(what: str) -> str:
@@ -75,7 +77,7 @@ FAULTS = {
         + before(
             "training.callbacks.losses.Loss",
             "on_interval",
-            "os.kill(trainer.start.peers._process(1), signal.SIGTERM)\n" + STOP,
+            "os.kill(trainer.supervisor.peers._process(1), signal.SIGTERM)\n" + STOP,
             "trainer.counters.batch_count == 1",
             "self, trainer, kind",
         ),
@@ -84,7 +86,7 @@ FAULTS = {
         "preempted",
     ),
     "a signal in a step that hangs": Fault(
-        in_step("watchdog.STEP_PATIENCE_SECONDS = 0.5\n" + STOP + HANG),
+        in_step("watchdog.PATIENCE_SECONDS = 0.5\n" + STOP + HANG),
         "stopped by SIGTERM; no step ended for .*the last good checkpoint is at",
         [75],
         "preempted",

@@ -12,30 +12,30 @@ from tests.training.conftest import STEP, Job, before, changed, dies, lines, tra
 pytestmark = pytest.mark.slow
 
 
-def start(from_step: int, step: int, seconds: float, marks: list[tuple[int, float]]) -> dict:
+def start(from_step: int, step: int, seconds: float, saved: tuple[int, float] | None = None) -> dict:
     return {
         "from_step": from_step,
         "step": step,
         "seconds": {"steps": seconds, "start": 10.0},
-        "marks": [[at, {"steps": s, "start": 10.0}] for at, s in marks],
+        "saved": [saved[0], {"steps": saved[1], "start": 10.0}] if saved else [from_step, {}],
     }
 
 
 def test_what_came_after_the_checkpoint_a_later_start_used_was_lost():
     starts = [
-        start(0, 100, 100.0, [(40, 40.0), (80, 80.0)]),  # died at 100: 20 s lost
-        start(80, 90, 10.0, []),  # died before it saved: all 20 s lost
-        start(80, 200, 120.0, [(200, 120.0)]),
+        start(0, 100, 100.0, (80, 80.0)),  # died at 100: 20 s lost
+        start(80, 90, 10.0),  # died before it saved: all 20 s lost
+        start(80, 200, 120.0, (200, 120.0)),
     ]
     found = shares(starts)
     assert found["hours"] * 3600 == pytest.approx(110 + 20 + 130)
     assert found["lost"] * 260 == pytest.approx(20 + 20)
     assert found["steps"] * 260 == pytest.approx(80 + 120) and found["start"] * 260 == pytest.approx(20)
     assert sum(found[c] for c in CATEGORIES) + found["lost"] == pytest.approx(1)
-    # A damaged newest checkpoint: the third start goes back to 40, which takes the first one's later work too.
+    assert "lost 15.4%" in describe(shares(starts))
+    # A damaged newest checkpoint: the third start goes back to one before it, and the first one's work is lost.
     starts[2]["from_step"] = 40
-    assert shares(starts)["lost"] * 260 == pytest.approx(60 + 20)
-    assert "lost 30.8%" in describe(shares(starts))
+    assert shares(starts)["lost"] * 260 == pytest.approx(110 + 20)
 
 
 def test_a_run_accounts_for_all_its_starts(tiny):

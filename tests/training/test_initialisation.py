@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from forgetting_transformer.model import registry
 from forgetting_transformer.training import parse, setup
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.start import initialisation
+from forgetting_transformer.training.initialisation import from_seed
 from tests.training.conftest import changed
 from tests.training.test_compile import INFO, architecture, build
 
@@ -25,7 +25,7 @@ def weights(config: Config) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", registry.model_names())
 def test_every_weight_is_drawn_from_its_law_whatever_the_number_of_cores(tiny, name, monkeypatch):
     """The laws are those of a model that is built without this; what memory held before is overwritten."""
-    monkeypatch.setattr(initialisation, "PIECE", 1000)
+    monkeypatch.setattr(from_seed, "PIECE", 1000)
     config = config_of(tiny, name)
     many = weights(config)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
@@ -35,7 +35,7 @@ def test_every_weight_is_drawn_from_its_law_whatever_the_number_of_cores(tiny, n
         parameter.detach().fill_(torch.nan)
     for module in built.modules():
         module._is_hf_initialized = False
-    initialisation.initialise(built, config.seed)
+    from_seed.initialise(built, config.seed)
     one = dict(built.named_parameters())
     assert many.keys() == one.keys() == plain.keys()
     for key, parameter in many.items():

@@ -43,16 +43,12 @@ def test_a_last_line_that_a_crash_cut_short_is_dropped_quietly(file, caplog):
     assert [path.name for path in file.parent.iterdir()] == ["train.jsonl"]
 
 
-def test_a_start_cuts_only_the_kinds_that_a_run_writes(tmp_path):
+def test_a_start_cuts_lines_of_every_kind_and_nothing_that_has_none(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     lines = "".join(json.dumps({"step": step, "mine": 1.0}) + "\n" for step in (128, 512))
-    others = (directory.jsonlines / "my_probe.jsonl", directory.npz / f"my_probe/step-{700_000:015d}.npz")
-    for file in (*others, directory.jsonlines / "train.jsonl"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(lines)
-    (directory.jsonlines / "x.jsonl").mkdir()
-    metrics = MetricsLog(directory, 256)
-    metrics.flush()
-    metrics.close()
-    assert [file.read_text() for file in others] == [lines, lines]
-    assert steps(directory.jsonlines / "train.jsonl") == [128]
+    for name, text in {"train": lines, "my_probe": lines, "notes": '{"text": "mine"}\n'}.items():
+        directory.jsonlines.mkdir(parents=True, exist_ok=True)
+        (directory.jsonlines / f"{name}.jsonl").write_text(text)
+    MetricsLog(directory, 256).close()
+    assert [steps(directory.jsonlines / f"{name}.jsonl") for name in ("train", "my_probe")] == [[128], [128]]
+    assert (directory.jsonlines / "notes.jsonl").read_text() == '{"text": "mine"}\n'

@@ -9,7 +9,8 @@ from torch import nn
 
 from forgetting_transformer.training.config import ConfigError, TrainConfig
 from forgetting_transformer.training.faults.step_guard import decides_on_device
-from forgetting_transformer.training.optimization.building import block_matrices, check_owns, undecayed_parameters
+from forgetting_transformer.training.optimization.building import check_owns, undecayed_parameters
+from forgetting_transformer.training.optimization.muon import block_matrices
 from forgetting_transformer.training.optimization.optimizers import MuonConfig, muon
 from tests.model.small_models import PRO, small, small_model
 from tests.training.conftest import STEP, assert_same_tensors, changed, checkpoint_tensors, losses, train

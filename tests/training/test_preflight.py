@@ -9,7 +9,7 @@ from tests.training.conftest import Job, before, changed, refused
 MEMORY = """
 import sys
 sys.stdout = open({said!r}, "a")
-from forgetting_transformer.training.start import preflight
+from forgetting_transformer.training.execution import preflight
 from forgetting_transformer.training import trainer
 used, step = [0], trainer.Trainer.step
 def limited(self, batch):

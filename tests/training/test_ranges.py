@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from forgetting_transformer.data import DataError, DataInfo
 from forgetting_transformer.files import flatten
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.config import RANGES
+from forgetting_transformer.model.arguments import RANGES
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.config.parsing import config_class, parse
@@ -128,7 +128,7 @@ def test_every_numeric_key_has_a_range():
     schemas = {key: TypeAdapter(hint).json_schema() for key, hint in numeric.items()}
     assert len(schemas) > 30
     without = {key for key, schema in schemas.items() if not re.search(r"'(ge|minimum|exclusiveMinimum)'", str(schema))}
-    assert without == {"train.profile_steps"}, "which TrainConfig checks itself"
+    assert not without
     fields = {
         field.name
         for entry in registry.MODELS.values()

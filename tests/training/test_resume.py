@@ -112,7 +112,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tiny, finished, int
     log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
     assert f"checkpoint {newest}: the contents of state/{shard.name} do not match its checksum" in log
     assert f"continuing from {newest.with_name(f'step-{8 * STEP:015d}')}" in log
-    assert newest.with_name(f"damaged-{newest.name}").is_dir(), "what a copy may mend is not deleted"
+    assert [*newest.parent.glob(f"damaged-{newest.name}-*")], "what a copy may mend is not deleted"
     assert all((path / "manifest.json").is_file() for path in newest.parent.glob("step-*"))
     assert_same_run(finished(tiny), tiny["output_dir"])
 
@@ -153,7 +153,7 @@ def test_a_fork_of_nothing_or_of_another_shape_is_refused(tiny, finished):
     fork = changed(tiny, fork_dir=source, fork_step=7)
     assert f"fork_step=7: no valid checkpoint of that many tokens in {source}" in refused(fork)
     nowhere = changed(tiny, fork_dir=f"{source}-2", fork_step=7)
-    assert f"{source}-2/checkpoints; it does not exist" in refused(nowhere)
+    assert f"{source}-2/checkpoints, which holds none" in refused(nowhere)
     assert "nothing would be trained" in refused(changed(tiny, fork_dir=source, fork_step=20 * STEP))
     fork = changed(tiny, fork_dir=source, fork_step=8 * STEP, datamodule__train_batch_size=8)
     assert "datamodule.train_batch_size: 4 -> 8" in refused(fork)

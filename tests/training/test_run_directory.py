@@ -64,11 +64,6 @@ def test_a_first_start_takes_nothing_of_others_for_its_own(tmp_path, resume):
         with pytest.raises(RunDirectoryError, match=said) as error:
             RunDirectory(root).claim(resume)
         assert Path(name).parts[0] in str(error.value) and snapshot(root) == before, "not even a lock is left there"
-    for name in ("train.zarr/zarr.json", "manifest.json"):
-        root = tmp_path / name.partition(".")[0]
-        place(root, name, "tokenizer/tokenizer.json")
-        with pytest.raises(RunDirectoryError, match=r"is a folder of token arrays; choose another output_dir$"):
-            RunDirectory(root).claim(resume)
     for below in ("", "run"):
         with pytest.raises(RunDirectoryError, match=r"cannot write to output_dir=.*choose another output_dir$"):
             RunDirectory(tmp_path / "0/thesis.tex" / below).acquire()

@@ -41,7 +41,6 @@ def test_rates_are_those_worked_out_by_hand(settings, peak, rates):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "cosine"}, "schedule.name='cosine' is unknown; .*warmup_cosine"),
         ({"name": "warmup_cosine"}, "schedule.total_tokens must be set"),
         ({"name": "constant", "total_tokens": 10}, "schedule.total_tokens=10 has no meaning"),
     ],

@@ -18,7 +18,7 @@ from tests.waiting import HANG, wait_until
 def test_a_signal_within_a_second_is_the_same_request_however_slow_the_log(monkeypatch):
     """A scheduler and a launcher both send it."""
     watch, left, said = watchdog.Watchdog(36000), [], threading.Event()
-    watch.started()
+    watch.enter_stage(None)
     monkeypatch.setattr(watch, "_leave", lambda code, reason: left.append(code))
     monkeypatch.setattr(watchdog.log, "warning", lambda *_: said.wait(HANG))
     watch._hear(signal.SIGTERM, 5.0)
@@ -37,7 +37,7 @@ def ranks(monkeypatch) -> list[peers.Peers]:
     monkeypatch.setattr(peers, "_SECONDS_TO_SPEAK", 0.1)
     found = [peers.Peers() for _ in range(3)]
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(peers, "_machine", lambda: "another machine")
+        elsewhere.setattr(peers.socket, "gethostname", lambda: "another machine")
         found[1].join(1, 3)
     for rank in (0, 2):
         found[rank].join(rank, 3)
@@ -70,7 +70,7 @@ def _never(*_: object) -> None:
 
 
 def _hang_with(what: str) -> None:
-    watchdog.START_SECONDS, watchdog.LAST_WORDS_SECONDS, watchdog.AT_ONCE_SECONDS = 0.0, 0.1, 0.1
+    watchdog.START_SECONDS, watchdog.LAST_WORDS_SECONDS = 0.0, 0.1
     watch = watchdog.Watchdog(0.1 if "signal" not in what else 36000)
     if "log" in what:
         handler = logging.Handler()
@@ -88,7 +88,7 @@ def _hang_with(what: str) -> None:
         watch.on_end = _never
     with watch:
         if "signal" in what:
-            watch.started()
+            watch.enter_stage(None)
             os.kill(os.getpid(), signal.SIGTERM)
             wait_until(lambda: watch.request)
             watchdog.SAME_REQUEST_SECONDS = 0.0

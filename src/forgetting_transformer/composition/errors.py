@@ -70,13 +70,8 @@ def _unknown_choice(group: str, option: str, folders: Sequence[Path]) -> str:
 
 
 def check_groups(keys: Iterable[str], folders: Sequence[Path]) -> None:
-    """
-    Args:
-        keys: top-level keys of a composed config.
-
-    Raises:
-        ConfigError: one is a group that does not exist, as in +experiment/dmo=fox_pro, which Hydra takes for a key.
-    """
+    """Raises ConfigError where a top-level key is a group that does not exist, as in +experiment/dmo=fox_pro, which
+    Hydra takes for a key."""
     groups = sorted({str(p.relative_to(folder)) for folder in folders for p in folder.rglob("*") if p.is_dir()})
     for wrong in (str(key) for key in keys if "/" in str(key)):
         found = difflib.get_close_matches(wrong, groups, 1, 0.7)

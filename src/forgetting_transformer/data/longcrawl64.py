@@ -6,36 +6,33 @@ of a training example are a slice of S tokens. Inputs are the same slice shifted
 beginning-of-sequence token in front, also from the middle of a document, as in the paper's runs.
 """
 
-from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from forgetting_transformer.data.corpus import Batch, DataInfo, shifted
+from forgetting_transformer.data.corpus import Corpus, DataInfo
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.eval_batches import EvalBatches, held_out_order
 from forgetting_transformer.data.order import ReadingOrder
-from forgetting_transformer.data.packed import keep_apart, lengths_of
+from forgetting_transformer.data.packed import lengths_of
 from forgetting_transformer.data.sparse import SparseTokenArray
 from forgetting_transformer.data.storage.remote import is_url, join
 from forgetting_transformer.data.storage.remote_cache import CacheSettings, Folder
 from forgetting_transformer.data.token_array import TokenArray
 from forgetting_transformer.data.vocabulary import Vocabulary
-from forgetting_transformer.data.worker import hand_over, received, sharing_memory, start_worker
+from forgetting_transformer.data.worker import Loader
 from forgetting_transformer.ranges import divisors
 
-#: Batches that are prepared ahead.
-PREFETCHED_BATCHES = 8
 #: Files of `tokenizer/` that are fetched from a URL.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(eq=False)
-class LongCrawl64DataModule:
-    """Loaders over LongCrawl64 or any corpus in its format.
+class LongCrawl64DataModule(Corpus):
+    """Loaders over LongCrawl64 or any corpus in its format. `Corpus` explains what training calls.
 
     configs/datamodule/longcrawl64.yaml explains the other keys.
 
@@ -98,10 +95,11 @@ class LongCrawl64DataModule:
         """
         if split not in self._arrays:
             stated = (self.vocab_size, self.bos_token_id, self.eos_token_id)
-            opened = SparseTokenArray if self.missing_chunks == "skip" else TokenArray
-            array = opened(self._place(f"{split}.zarr"), stated, self.cache)
+            array_class = SparseTokenArray if self.missing_chunks == "skip" else TokenArray
+            array = array_class(self._place(f"{split}.zarr"), stated, self.cache)
             key = "train_batch_len" if split == "train" else "eval_batch_len"
             check_length(f"datamodule.{key}", getattr(self, key), array)
+            # Decoded chunks that the next batch reads too stay in memory.
             array.keep(self.train_batch_size if split == "train" else self.eval_local_batch_size, getattr(self, key))
             self._arrays[split] = array
         return self._arrays[split]
@@ -111,18 +109,30 @@ class LongCrawl64DataModule:
         array = self.array("train")
         return ReadingOrder(array.documents, array.doc_len, self.train_batch_len, batch_size, self.repeat)
 
-    # A mixture overrides these ----------------------------------------------------------------------------------------
-
     def batches(self) -> int:
         """Global batches until the corpus has been read once."""
         return self.order(self.train_batch_size).batches
 
-    def locate(self, batch: int) -> list[str]:
-        return self.order(self.train_batch_size).locate(batch).sequences()
-
     def labels(self, batch: int, rank: int, world_size: int) -> np.ndarray:
         """Tokens of a rank's share of a global batch, `(train_batch_size // world_size, train_batch_len)`."""
         return self.array("train").read(*self.order(self.train_batch_size).locate(batch, rank, world_size))
+
+    def locate(self, batch: int) -> list[str]:
+        return self.order(self.train_batch_size).locate(batch).sequences()
+
+    def train_info(self) -> DataInfo:
+        return self._info("train", self.train_batch_len, self.train_batch_size, self.batches() * self.train_batch_size)
+
+    def train_loader(self, first_batch: int, last_batch: int, rank: int, world_size: int) -> Loader:
+        dataset = TrainBatches(self, rank, world_size)
+        return Loader(dataset, range(first_batch, last_batch), self.train_num_workers, self.vocabulary, self.packed)
+
+    def train_lengths(self) -> dict[int, float]:
+        """Shares in the first batch, with packed documents: rows are shuffled."""
+        if not self.packed:
+            return {self.train_batch_len: 1.0}
+        first = Loader(TrainBatches(self, 0, 1), range(1), 0, self.vocabulary, packed=True)
+        return lengths_of(next(iter(first))["cu_seqlens"])
 
     def held_out(self) -> list[tuple[TokenArray, ReadingOrder]]:
         """The held-out array and the order of its sequences, as many as `eval_tokens` fill.
@@ -133,38 +143,12 @@ class LongCrawl64DataModule:
         array = self.array("heldout")
         return [(array, held_out_order(array, self.eval_batch_len, self.eval_tokens))]
 
-    # Shared with mixtures ---------------------------------------------------------------------------------------------
-
-    def train_info(self) -> DataInfo:
-        return self._info("train", self.train_batch_len, self.train_batch_size, self.batches() * self.train_batch_size)
-
-    def train_lengths(self) -> dict[int, float]:
-        """Shares in the first batch, with packed documents: rows are shuffled."""
-        if not self.packed:
-            return {self.train_batch_len: 1.0}
-        first = Loader(TrainBatches(self, 0, 1), range(1), 0, self.vocabulary, packed=True)
-        return lengths_of(next(iter(first))["cu_seqlens"])
-
-    def train_loader(self, first_batch: int, last_batch: int, rank: int, world_size: int) -> DataLoader:
-        """Yields this rank's share of global batches [first_batch, last_batch), in order.
-
-        Each item is a dict of `input_ids` and `labels`, both (train_batch_size // world_size, train_batch_len) int64.
-        """
-        dataset = TrainBatches(self, rank, world_size)
-        return Loader(dataset, range(first_batch, last_batch), self.train_num_workers, self.vocabulary, self.packed)
-
     def eval_info(self) -> DataInfo:
         sequences = sum(order.batches for _, order in self.held_out())
         return self._info("heldout", self.eval_batch_len, self.eval_local_batch_size, sequences)
 
-    def eval_loader(self, rank: int, world_size: int) -> DataLoader:
-        """Yields this rank's share of the held-out sequences.
-
-        Each item is a dict of `input_ids`, `labels`, both (B, eval_batch_len) int64, and `weight` (B,) float64: 1 for a
-        sequence to count, 0 for one that only fills the batch. B is eval_local_batch_size, or a rank's share of all
-        sequences where this is less. Every rank yields the same number of batches, because a sharded model needs all
-        ranks in every forward pass.
-        """
+    def eval_loader(self, rank: int, world_size: int) -> Loader:
+        """B is eval_local_batch_size, or a rank's share of all sequences where this is less."""
         dataset = EvalBatches(self.held_out(), self.eval_local_batch_size, rank, world_size)
         return Loader(dataset, range(len(dataset)), self.eval_num_workers, self.vocabulary, self.packed)
 
@@ -206,38 +190,3 @@ class TrainBatches(Dataset):
 
     def __getitem__(self, batch: int) -> dict[str, torch.Tensor]:
         return {"labels": torch.from_numpy(self.data.labels(batch, self.rank, self.world_size))}
-
-
-class Loader(DataLoader):
-    """Prefetches whole batches in a worker process, and makes inputs and labels of them.
-
-    The worker hands over tokens as they are stored, 2 or 4 bytes each. Widened to inputs and labels they would be 16
-    bytes to pass between processes, which costs more than all the rest. They are tensors, whose bytes do not go through
-    the pipe: a worker in the middle of a long write would outlive a rank that is killed.
-    """
-
-    def __init__(
-        self, dataset: Dataset, indices: range, num_workers: int, vocabulary: Vocabulary, packed: bool = False
-    ) -> None:
-        super().__init__(
-            dataset,
-            batch_size=None,
-            sampler=indices,
-            num_workers=min(num_workers, 1),
-            collate_fn=hand_over if num_workers else None,
-            prefetch_factor=PREFETCHED_BATCHES if num_workers else None,
-            # Its own generator, so that making an iterator draws nothing from the global random state.
-            generator=torch.Generator(),
-            worker_init_fn=start_worker,
-        )
-        self.vocabulary, self.packed = vocabulary, packed
-
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # batches are widened
-        with sharing_memory():
-            items = super().__iter__()
-        return map(self._widen, received(items))
-
-    def _widen(self, item: dict[str, torch.Tensor]) -> Batch:
-        bos, eos = self.vocabulary.bos_token_id, self.vocabulary.eos_token_id
-        batch = item | shifted(item["labels"], bos, pinned=torch.cuda.is_available())
-        return keep_apart(batch, bos, eos) if self.packed else batch

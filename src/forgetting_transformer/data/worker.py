@@ -1,4 +1,4 @@
-"""Start of a worker process, and shared memory for its batches."""
+"""Loader that reads batches ahead in a worker process; the worker's start, and shared memory for its batches."""
 
 import contextlib
 import errno
@@ -12,14 +12,59 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
+from forgetting_transformer.data.corpus import Batch, shifted
 from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.packed import keep_apart
+from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.files import size_in_words
 
+#: Batches that are prepared ahead.
+PREFETCHED_BATCHES = 8
 #: Seconds that a reader continues after SIGTERM.
 GRACE = 5
 #: Folder of the memory that processes share on Linux. A container has 64 MiB of it unless it was started with more.
 SHARED_MEMORY = "/dev/shm"
+
+
+class Loader(DataLoader):
+    """Prefetches whole batches in a worker process, and makes inputs and labels of them.
+
+    The worker hands over tokens as they are stored, 2 or 4 bytes each. Widened to inputs and labels they would be 16
+    bytes to pass between processes, which costs more than all the rest. They are tensors, whose bytes do not go through
+    the pipe: a worker in the middle of a long write would outlive a rank that is killed.
+
+    Args:
+        dataset: batch index -> `labels`, and `weight` for held-out sequences. indices: of the batches, in order.
+        packed: whether texts in a row are kept apart.
+    """
+
+    def __init__(
+        self, dataset: Dataset, indices: range, num_workers: int, vocabulary: Vocabulary, packed: bool = False
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_size=None,
+            sampler=indices,
+            num_workers=min(num_workers, 1),
+            collate_fn=hand_over if num_workers else None,
+            prefetch_factor=PREFETCHED_BATCHES if num_workers else None,
+            # Its own generator, so that making an iterator draws nothing from the global random state.
+            generator=torch.Generator(),
+            worker_init_fn=start_worker,
+        )
+        self.vocabulary, self.packed = vocabulary, packed
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # batches are widened
+        with sharing_memory():
+            items = super().__iter__()
+        return map(self._widen, received(items))
+
+    def _widen(self, item: dict[str, torch.Tensor]) -> Batch:
+        bos, eos = self.vocabulary.bos_token_id, self.vocabulary.eos_token_id
+        batch = item | shifted(item["labels"], bos, pinned=torch.cuda.is_available())
+        return keep_apart(batch, bos, eos) if self.packed else batch
 
 
 def start_worker(_worker: int) -> None:

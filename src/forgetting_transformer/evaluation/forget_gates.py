@@ -332,7 +332,7 @@ class GateStatisticsConfig:
 
 @plugins.CALLBACKS.register("gate_statistics", config=GateStatisticsConfig, free=[plugins.ALL])
 class GateStatistics(EvaluationCallback):
-    kinds = (names.GATES,)
+    kind = names.GATES
 
     def prepare(self, trainer: TrainerInterface) -> None:
         self._layers = attention_layers(trainer.model.module)

@@ -28,10 +28,10 @@ from tqdm import tqdm
 from forgetting_transformer import files
 from forgetting_transformer.analysis import evaluations, tables
 from forgetting_transformer.analysis.published import lm_eval_table
+from forgetting_transformer.data.storage.hub import use_cached_datasets
 from forgetting_transformer.evaluation.generation import begin, continue_prompts
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, precision_context, token_losses
 from forgetting_transformer.evaluation.workers import Workers
-from forgetting_transformer.hub_connection import use_cached_datasets
 
 #: Default of tasks in lm_eval's own models.
 _MAX_NEW_TOKENS = 256

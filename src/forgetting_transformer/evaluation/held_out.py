@@ -14,10 +14,10 @@ from forgetting_transformer.data.batch_checks import check_batch
 from forgetting_transformer.data.corpus import Batch, Corpus, shifted
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.longcrawl64 import check_length
+from forgetting_transformer.data.model_tokenizer import check_size_and_bos
 from forgetting_transformer.data.token_array import TokenArray
 from forgetting_transformer.data.vocabulary import Vocabulary, other_token, tokens_of
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError
-from forgetting_transformer.model_tokenizer import check_size_and_bos
 from forgetting_transformer.plugins import CORPORA, UnknownComponentError
 from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.config.parsing import parse_section

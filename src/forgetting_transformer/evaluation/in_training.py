@@ -26,7 +26,6 @@ class EvaluationCallback(Callback):
     """An evaluation every `interval` training tokens. A signal interrupts it; the next start repeats it.
 
     With ddp ranks share the work. With fsdp every rank does all of it: a shard alone is no model.
-    `kinds` has the one kind of line that it writes.
     """
 
     all_ranks = True
@@ -68,7 +67,7 @@ class EvaluationCallback(Callback):
         except BrokenOff:
             log.info("%s after %s tokens was broken off", self.name, tokens)
             return
-        trainer.report(self.kinds[0], values)
+        trainer.report(self.kind, values)
         log.info("%s after %s tokens took %s", self.name, tokens, duration(time.perf_counter() - started))
 
 

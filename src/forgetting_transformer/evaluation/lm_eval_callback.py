@@ -55,7 +55,7 @@ _COUNTED = 1000
 
 @plugins.CALLBACKS.register("lm_eval", config=LmEvalConfig, free=[plugins.ALL])
 class LmEval(EvaluationCallback):
-    kinds = (names.LM_EVAL,)
+    kind = names.LM_EVAL
 
     def prepare(self, trainer: TrainerInterface) -> None:
         if importlib.util.find_spec("lm_eval") is None:

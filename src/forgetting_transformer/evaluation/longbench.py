@@ -38,11 +38,11 @@ from forgetting_transformer.analysis.evaluations import from_longbench, read_jso
 from forgetting_transformer.analysis.published import longbench_by_length, longbench_table
 from forgetting_transformer.analysis.statistics import mean_and_error
 from forgetting_transformer.console import how_to_install
+from forgetting_transformer.data.storage.hub import only_cached
 from forgetting_transformer.evaluation.generation import answer, begin, read_records
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, folder_name
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.files import parse_json_lines, write_atomically, write_json
-from forgetting_transformer.hub_connection import only_cached
 
 HUB_ID, ARCHIVE = "THUDM/LongBench", "data.zip"
 

@@ -29,9 +29,9 @@ import forgetting_transformer.tokenizer  # noqa: F401 (registers it for AutoToke
 from forgetting_transformer import plugins
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.command_line import one_line
-from forgetting_transformer.hub_connection import model_folder, only_cached
+from forgetting_transformer.data.model_tokenizer import check_vocabulary, encode, load_tokenizer
+from forgetting_transformer.data.storage.hub import model_folder, only_cached
 from forgetting_transformer.model import DecoderForCausalLM
-from forgetting_transformer.model_tokenizer import check_vocabulary, encode, load_tokenizer
 from forgetting_transformer.ops.finite import NotFiniteError, check_finite
 from forgetting_transformer.training import export
 from forgetting_transformer.training.checkpoint.folder import CheckpointError, read_newest

@@ -61,12 +61,13 @@ from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
 
-from forgetting_transformer import files, model_tokenizer, plugins
+from forgetting_transformer import files, plugins
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.analysis import evaluations, known_models
 from forgetting_transformer.analysis.plots.heatmaps import draw_needles
 from forgetting_transformer.analysis.statistics import mean_and_error
 from forgetting_transformer.command_line import one_line
+from forgetting_transformer.data import model_tokenizer
 from forgetting_transformer.evaluation.generation import answer, append_record, begin, check_settings, read_records
 from forgetting_transformer.evaluation.held_out import read_documents
 from forgetting_transformer.evaluation.in_training import EvaluationCallback, beat, evaluated_model, precision, share
@@ -74,7 +75,6 @@ from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationE
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.training.config import ConfigError, Count, Text, Tokens
 from forgetting_transformer.training.interface import TrainerInterface
-from forgetting_transformer.training.records.metrics import prefixed
 
 log = logging.getLogger(__name__)
 
@@ -684,7 +684,7 @@ class NeedleConfig:
 
 @plugins.CALLBACKS.register("needle", config=NeedleConfig, free=[plugins.ALL])
 class NeedleTest(EvaluationCallback):
-    kinds = (names.NEEDLE,)
+    kind = names.NEEDLE
 
     def prepare(self, trainer: TrainerInterface) -> None:
         """Makes all prompts."""
@@ -739,7 +739,7 @@ class NeedleTest(EvaluationCallback):
                 values |= {} if error is None else {f"{at}{names.STANDARD_ERROR}": error}
         depths = " ".join(f"{100 * depth:g}" for depth in sorted({*self.config.depths}))
         test = {names.MODE: self.config.mode, names.DEPTHS: depths, names.PROMPTS: self.config.samples}
-        return values | prefixed(names.NEEDLE, test)
+        return values | test
 
 
 def answer_losses(

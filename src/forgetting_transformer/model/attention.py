@@ -63,7 +63,7 @@ def attend(
         The output `(B, T, H, D)`.
     """
     inputs = (q_BTHD, k_BTGD, v_BTGD, log_fgate_BTH)
-    if context.active() is not None:
+    if context.active() is not None:  # processes share the sequences (strategy.context)
         return attend_with_own_heads(attend_to_keys, *inputs, span.cu_seqlens, window, pruning)
     if span.cache is not None:
         return attend_with_cache(attend_to_keys, *inputs, span, window, pruning)

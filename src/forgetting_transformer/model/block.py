@@ -77,16 +77,7 @@ class DecoderBlock(GradientCheckpointingLayer):
     def forward(self, hidden_BTE: Tensor, span: Span) -> Tensor:
         """Return the new residual stream `(B, T, E)`."""
         if self.gradient_checkpointing and self.training:
-            if span.cache is not None:
-                raise ValueError(
-                    "gradient checkpointing runs the block twice, so it cannot fill a cache: use_cache=False"
-                )
-            # Bound first: PyTorch's older kind of checkpointing takes no keywords.
-            transform = functools.partial(self._transform, span=span)
-            # Tensors saved inside are not kept; the hooks get the block's inputs.
-            on_host = save_on_cpu(pin_memory=hidden_BTE.is_cuda) if self.inputs_on_host else contextlib.nullcontext()
-            with on_host:
-                return self._gradient_checkpointing_func(transform, hidden_BTE)
+            return self._checkpointed(hidden_BTE, span)
         return self._transform(hidden_BTE, span=span)
 
     def _transform(self, hidden_BTE: Tensor, span: Span) -> Tensor:
@@ -99,3 +90,14 @@ class DecoderBlock(GradientCheckpointingLayer):
             normed_BTE, hidden_BTE = self.mlp_norm(hidden_BTE, branch_BTE)
             branch_BTE = self.mlp(normed_BTE)
         return hidden_BTE + branch_BTE
+
+    def _checkpointed(self, hidden_BTE: Tensor, span: Span) -> Tensor:
+        """The same, computed again in the backward pass from the block's input, the one tensor that is kept."""
+        if span.cache is not None:
+            raise ValueError("gradient checkpointing runs the block twice, so it cannot fill a cache: use_cache=False")
+        # Bound first: PyTorch's older kind of checkpointing takes no keywords.
+        transform = functools.partial(self._transform, span=span)
+        # Tensors saved inside are not kept; the hooks get the block's inputs.
+        on_host = save_on_cpu(pin_memory=hidden_BTE.is_cuda) if self.inputs_on_host else contextlib.nullcontext()
+        with on_host:
+            return self._gradient_checkpointing_func(transform, hidden_BTE)

@@ -1,12 +1,9 @@
-"""Configuration that every architecture has: sizes, names of submodules, how mixers and MLPs are built, FLOPs, and
-the values that fields may have.
+"""Configuration that every architecture has: sizes, names of submodules, how mixers and MLPs are built, and FLOPs.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
-import dataclasses
 import inspect
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -14,39 +11,14 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
+from forgetting_transformer.model.arguments import check_silu
 from forgetting_transformer.model.generation.cache import CACHE_NAME
 from forgetting_transformer.model.layers import SwiGLU, swiglu_width
-from forgetting_transformer.ranges import COUNT, POSITIVE, SIZE, Range, refusal
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
 #: Conventions for labels: that of the FoX paper's code, and that of Hugging Face's models and Trainer.
 LOSSES = ("per_token", "causal_lm")
-
-
-#: Names of the kernels of DeltaNet and HGRN2 in the authors' code. They compute the same function.
-KERNEL_MODES = ("chunk", "fused_chunk", "fused_recurrent")
-_FIELDS = {
-    COUNT: ("vocab_size", "max_position_embeddings", "window_size"),
-    Range(0, COUNT.high): ("pad_token_id", "bos_token_id", "eos_token_id"),
-    Range(1, 65536): ("num_hidden_layers",),
-    SIZE: (
-        "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "state_size", "n_groups",
-        "conv_kernel", "conv_size", "chunk_size", "expand_ratio", "time_step_rank", "w_rank",
-    ),
-    Range(0, 1024, above=True): (
-        "hidden_ratio", "attn_hidden_ratio", "mamba_hidden_ratio", "expand", "expand_k", "expand_v",
-    ),
-    Range(0, 1e3): ("initializer_range",),
-    Range(0, 1, above=True): ("norm_eps", "layer_norm_epsilon", "qk_norm_eps"),
-    POSITIVE: ("rope_factor", "time_step_scale", "time_step_min", "time_step_max"),
-    Range(0, 1e9): ("time_step_floor",),
-    # Tokens. Far more than any text has makes gates that forget nothing.
-    Range(0, 1e15, above=True): ("rope_base", "decay_time_min", "decay_time_max"),
-    Range(-1e9, 0): ("log_pruning_tolerance",),
-}  # fmt: skip
-#: By field, whatever the architecture. A field of a user's own that is not here may be any finite number.
-RANGES = {name: allowed for allowed, names in _FIELDS.items() for name in names}
 
 
 class DecoderConfig(PreTrainedConfig):
@@ -182,34 +154,3 @@ class SwiGLUDecoderConfig(DecoderConfig):
 
     def mlp_flops_per_token(self, layer_idx: int) -> float:
         return SwiGLU.flops_per_token(self.hidden_size, self.mlp_width)
-
-
-def check_silu(hidden_act: str) -> None:
-    """Refuse other activations than SiLU."""
-    if hidden_act not in ("silu", "swish"):
-        raise ValueError(f"hidden_act is {hidden_act!r}; it must be 'silu' or 'swish', which is the same")
-
-
-def check_fields(config_class: type[Any], fields: Mapping[str, Any]) -> None:
-    """Check `fields` against the types that `config_class` declares, RANGES and its `neutral_values`.
-
-    Raises:
-        ValueError: naming the field, its value and what it must be.
-    """
-    hints = {field.name: field.type for field in dataclasses.fields(config_class)}
-    for name, value in fields.items():
-        # transformers' own fields have types that are text, and are not for users to set here.
-        if name in hints and not isinstance(hints[name], str):
-            check_field(name, value, hints[name])
-        neutral = config_class.neutral_values.get(name, (value,))
-        if value not in neutral:
-            spelled = " or ".join(json.dumps(choice).strip('"') for choice in neutral)  # as YAML has them
-            raise ValueError(
-                f"{name} is {value!r}, which has no effect in {config_class.__name__}; it must be {spelled}"
-            )
-
-
-def check_field(name: str, value: Any, hint: Any) -> None:
-    """Check one field of type `hint`, whose range is that of the name behind the last dot."""
-    if better := refusal(value, hint, RANGES.get(name.rpartition(".")[2])):
-        raise ValueError(f"{name} is {value!r}; it must be {better}")

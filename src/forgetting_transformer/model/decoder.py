@@ -106,6 +106,7 @@ class DecoderModel(DecoderPreTrainedModel):
                 all_hidden.append(hidden_BTE)
             hidden_BTE = block(hidden_BTE, span if past is None else replace(span, cache=past.layers[i]))
         hidden_BTE = getattr(self, self.config.final_norm_name)(hidden_BTE).view(shape)
+        # transformers calls the cache "past_key_values" or, since version 5.24, "cache".
         kept: dict[str, Any] = {CACHE_NAME: past if use_cache else None}
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_BTE,
@@ -117,18 +118,12 @@ class DecoderModel(DecoderPreTrainedModel):
 class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
     """A decoder with an output layer, which gives logits or, with labels, the loss of every token.
 
-    Subclasses set `model_class`, which gives them its `config_class` and `base_model_prefix` too.
+    `model_classes` makes a subclass for each configuration.
     """
 
     model_class: ClassVar[type[DecoderModel]] = DecoderModel
     # transformers' Trainer then passes num_items_in_batch, and counts the labels that are left after the shift.
     accepts_loss_kwargs = True
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        if "model_class" in vars(cls):
-            for name in {"config_class", "base_model_prefix"} - vars(cls).keys():
-                setattr(cls, name, getattr(cls.model_class, name))
-        super().__init_subclass__(**kwargs)
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -171,15 +166,11 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
             labels: tokens to predict `(B, T)`; -100 is ignored. `config.loss` decides their meaning.
                 "per_token": `labels[t]` is the token after `input_ids[t]`; labels are not shifted here. `loss` has the
                 shape `(B, T)`, float32, in nats. `logits` is None, because they are never all held at once.
-                "causal_lm": `labels[t]` is the token `input_ids[t]`; labels are shifted here. `loss` is the mean over
-                the labels that count, and `logits` are returned too. Padding predicts nothing: after a 0 of
-                `attention_mask` a label does not count.
+                "causal_lm": `labels[t]` is the token `input_ids[t]`; labels are shifted here, and `loss` is the mean
+                over those that count (`mean_loss`).
             logits_to_keep: without labels: compute logits of this many last positions only, 0 for all; or positions.
             use_cache: default False with labels.
-            num_items_in_batch: divide the summed loss by this instead of taking the mean, for "causal_lm": the labels
-                that count in all micro-batches of a step, as transformers' Trainer passes them. Trainer counts from the
-                labels alone, so with left padding the first token of a row too, unless its label is -100: the loss is
-                then too small by this factor, 1 in the length of a row, and its gradient's direction is right.
+            num_items_in_batch: for "causal_lm", see `mean_loss`.
         """
         if labels is not None:
             check_loss_arguments(self, cu_seqlens, logits_to_keep, num_items_in_batch)
@@ -198,15 +189,14 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         )
         hidden_BTE, loss, logits = output.last_hidden_state, None, None
         if labels is not None and self.config.loss == "per_token":
-            if isinstance(self.lm_head, OutputLayer):
-                loss = self.lm_head(hidden_BTE, labels, compiled=self._is_compiled)
-            else:
-                loss = self._loss_of_other_head(hidden_BTE, labels)
+            is_own = isinstance(self.lm_head, OutputLayer)
+            head = self.lm_head if is_own else self.loss_of_other_head
+            loss = head(hidden_BTE, labels, compiled=self._is_compiled)
         else:
             positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden_BTE[:, positions])
             if labels is not None:
-                loss = self._mean_loss(logits, labels, attention_mask, num_items_in_batch)
+                loss = self.mean_loss(logits, labels, attention_mask, num_items_in_batch)
         kept = {name: getattr(output, name) for name in (CACHE_NAME, "hidden_states")}
         return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
 
@@ -220,7 +210,8 @@ def model_classes(
 
     `model_classes(MyConfig)` are `MyModel`, which is `model_base`, and `MyForCausalLM`, which is `lm_base`.
     """
-    name, module = config_class.__name__.removesuffix("Config"), config_class.__module__
-    model_class = type(f"{name}Model", (model_base,), {"__module__": module, "config_class": config_class})
-    lm_class = type(f"{name}ForCausalLM", (lm_base,), {"__module__": module, "model_class": model_class})
-    return model_class, lm_class
+    name = config_class.__name__.removesuffix("Config")
+    shared = {"__module__": config_class.__module__, "config_class": config_class}
+    shared["base_model_prefix"] = model_base.base_model_prefix
+    model_class = type(f"{name}Model", (model_base,), shared)
+    return model_class, type(f"{name}ForCausalLM", (lm_base,), {**shared, "model_class": model_class})

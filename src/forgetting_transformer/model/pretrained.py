@@ -115,25 +115,33 @@ class DecoderPreTrainedModel(PreTrainedModel):
             if isinstance(module, DecoderBlock):
                 module.inputs_on_host = True
 
-    def _mean_loss(
+    def mean_loss(
         self, logits: Any, labels: Tensor, attention_mask: Tensor | None, num_items_in_batch: int | Tensor | None
     ) -> Tensor:
+        """The loss of "causal_lm", a mean over the labels that count. Padding predicts nothing: after a 0 of
+        `attention_mask` a label does not count.
+
+        Args:
+            num_items_in_batch: divide the summed loss by this instead of taking the mean: the labels that count in all
+                micro-batches of a step, as transformers' Trainer passes them. Trainer counts from the labels alone, so
+                with left padding the first token of a row too, unless its label is -100: the loss is then too small by
+                this factor, 1 in the length of a row, and its gradient's direction is right.
+        """
         if labels.shape != logits.shape[:2]:
             raise ValueError(
                 f"labels have shape {tuple(labels.shape)}; they must be {tuple(logits.shape[:2])}, one per token"
             )
         if attention_mask is not None:
-            # Padding predicts nothing, not even the first token behind it.
             is_padding_BT = attention_mask[:, -labels.shape[1] : -1] == 0
             labels = labels.masked_fill(F.pad(is_padding_BT, (1, 0)), -100)
         return self.loss_function(
             logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
         )
 
-    def _loss_of_other_head(self, hidden_BTE: Tensor, labels_BT: Tensor) -> Tensor:
+    def loss_of_other_head(self, hidden_BTE: Tensor, labels_BT: Tensor, compiled: bool) -> Tensor:
         """The loss per token `(B, T)` where something stands in the place of the decoder's output layer."""
         if isinstance(self.lm_head, nn.Linear):  # transformers puts one there when the vocabulary is resized
-            return linear_cross_entropy(hidden_BTE, self.lm_head.weight, labels_BT, compiled=self._is_compiled)
+            return linear_cross_entropy(hidden_BTE, self.lm_head.weight, labels_BT, compiled=compiled)
         # An adapter replaced it, and computes with more than this weight.
         logits_BTV = self.lm_head(hidden_BTE).float()
         return F.cross_entropy(logits_BTV.transpose(1, 2), labels_BT, reduction="none")

@@ -14,7 +14,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from forgetting_transformer import plugins
-from forgetting_transformer.model.config import DecoderConfig, check_fields
+from forgetting_transformer.model.arguments import check_fields
+from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 
 

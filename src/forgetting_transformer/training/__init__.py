@@ -1,11 +1,11 @@
 """Training: `run(config)` trains one model from its config to its last checkpoint. Read trainer.py first.
 
-config/, start/           keys and their ranges; before the first step: initial weights, resume, preflight
-checkpoint/, saving.py    contents and format of checkpoints; times of saves
+config/, initialisation/  keys and their ranges; initial weights
+checkpoint/, saving.py    contents and format of checkpoints, resume; times of saves
 faults/                   signals; ranks that die, hang or differ; bad steps; status.json
-parallel/, execution/     processes and sharding; compilation, CUDA graphs, choice of kernels
+parallel/, execution/     processes and sharding; compilation, CUDA graphs, choice of kernels, preflight
 optimization/             optimizers, schedules, parameter groups
-callbacks/, records/      measurements during training; log, metrics and the run's folder
+callbacks/, records/      measurements during training; log, metrics, start block and the run's folder
 export/                   exports, checkpoints of the authors' code, forget gates for a Transformer
 """
 
@@ -24,13 +24,13 @@ def run(config: Config) -> str:
     """
     # PyTorch is loaded here: a mistake in a config is reported before that.
     if config.preflight:
-        from forgetting_transformer.training.start.preflight import preflight
+        from forgetting_transformer.training.execution.preflight import preflight
 
         preflight(config)
         return "done"
-    from forgetting_transformer.training.faults.failures import Start
+    from forgetting_transformer.training.faults.failures import Supervisor
     from forgetting_transformer.training.trainer import Trainer
 
-    with Start(config) as start:
-        Trainer(config, start).fit()
-    return str(start.outcome)
+    with Supervisor(config) as supervisor:
+        Trainer(config, supervisor).fit()
+    return str(supervisor.outcome)

@@ -1,8 +1,9 @@
 """Progress of a run, and the origin of a start."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -25,18 +26,24 @@ class Counters:
     update_time: float = 0.0
 
     def __post_init__(self) -> None:
-        self._ticked: float | None = None
+        self._counted: float | None = None  # the moment up to which time is counted
 
-    def tick(self, of_update: bool = False) -> None:
-        """Counts the time since the last tick, if there was one, as time of the loop or of a step in it."""
+    def count_time(self) -> float:
+        """Counts the time since the last call, if there was one, in `total_time`; returns these seconds."""
         now = time.perf_counter()
-        seconds, self._ticked = now - (self._ticked or now), now
+        seconds, self._counted = now - (self._counted or now), now
         self.total_time += seconds
-        self.update_time += seconds if of_update else 0.0
+        return seconds
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Counts the time inside in `update_time`, and in `total_time` with what passed since the last time."""
+        self.count_time()
+        yield
+        self.update_time += self.count_time()
 
     def add_step(self, tokens: int, flops_per_token: float) -> None:
-        """Counts a step of so many tokens, which took the time since the last tick."""
-        self.tick(of_update=True)
+        """Counts a step of so many tokens."""
         self.token_count += tokens
         self.batch_count += 1
         self.flop_count += round(tokens * flops_per_token)
@@ -54,9 +61,8 @@ class Origin:
         checkpoint: of this run or, `forked`, of another.
         counters: as they stand now.
         execution: compilation and backends of the run so far; None where they need not be kept.
-        weights_from: `init_from` at the beginning of the run.
         data_checksums: hash of the list of checksums that the corpus must match from here on.
-        kinds: of lines that callbacks of earlier starts have written. callback_state: of callbacks and of the guard.
+        callback_state: of callbacks and of the guard.
     """
 
     text: str = "a new run"
@@ -64,9 +70,7 @@ class Origin:
     forked: bool = False
     counters: Counters = field(default_factory=Counters)
     execution: Execution | None = None
-    weights_from: dict[str, Any] | None = None
     data_checksums: str | None = None
-    kinds: set[str] = field(default_factory=set)
     callback_state: dict[str, Tensor] = field(default_factory=dict)
 
     @property

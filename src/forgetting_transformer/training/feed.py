@@ -57,10 +57,10 @@ def batches(trainer: TrainerInterface, count: int) -> Iterator[Batch]:
 
 
 def restarted(
-    start: Callable[[int], Iterable[T]],
+    read: Callable[[int], Iterable[T]],
     waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[T]:
-    """Yields the items of `start(0)`. If a data worker dies after n items, those of `start(n)` follow.
+    """Yields the items of `read(0)`. If a data worker dies after n items, those of `read(n)` follow.
 
     Args:
         waiting: context entered while an item is awaited.
@@ -72,7 +72,7 @@ def restarted(
     for attempt in range(RESTARTS + 1):
         try:
             with waiting():
-                iterator = iter(start(done))
+                iterator = iter(read(done))
             if threading.current_thread() is threading.main_thread():
                 # PyTorch would raise out of a signal handler, in the middle of a step, where ranks no longer agree.
                 # Without it the death is noticed where the next batch is requested, within five seconds.

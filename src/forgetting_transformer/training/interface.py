@@ -55,7 +55,6 @@ class TrainerInterface(Protocol):
     # Reports
     callbacks: Any
     metrics: MetricsLog | None  #: where reports go, on rank 0; None on others and once training is over
-    kinds: set[str]  #: lines that callbacks of this start, or of an earlier one, write
     stages: Clock  #: seconds by stage of the start
     clock: Clock  #: seconds by activity of the run
 

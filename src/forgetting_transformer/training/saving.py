@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def save(trainer: TrainerInterface, permanent: bool, must_succeed: bool) -> None:
-    """Begins to save, unless this step is saved. All ranks call it, and `collect`, after the same step.
+    """Begins a save, unless a checkpoint of this step is there. All ranks call it, and `collect`, after the same step.
 
     With `must_succeed`, or with checkpoint_background=false, it returns when the checkpoint is complete.
     """
@@ -83,8 +83,6 @@ def _begin(trainer: TrainerInterface, permanent: bool) -> None:
         "world_size": trainer.fabric.world_size,
         "environment": trainer.environment,
         "execution": dataclasses.asdict(trainer.execution),
-        "kinds": sorted(trainer.kinds),
-        "weights_from": trainer.origin.weights_from,
     }
     trainer.checkpointer.save(
         tokens,

@@ -1,4 +1,4 @@
-"""Parts of a trainer, built in this order: processes, corpus, model with its kernels, optimizer, CUDA graphs."""
+"""What a trainer works with, in the order in which it is built: processes, corpus, model and kernels, CUDA graphs."""
 
 import contextlib
 import hashlib
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
-from torch import nn
 from transformers.initialization import no_init_weights
 
 from forgetting_transformer import console
@@ -26,18 +25,18 @@ from forgetting_transformer.training.config import Config, ConfigError, checks
 from forgetting_transformer.training.counters import Origin
 from forgetting_transformer.training.execution import compilation, graphs, hardware
 from forgetting_transformer.training.execution.choice import choose_on_all_ranks
-from forgetting_transformer.training.faults.failures import Start
-from forgetting_transformer.training.optimization.building import build_optimizer, check_owns, train_only
+from forgetting_transformer.training.faults.failures import Supervisor
+from forgetting_transformer.training.initialisation import from_seed
+from forgetting_transformer.training.optimization.building import train_only
 from forgetting_transformer.training.parallel.launch import launch
 from forgetting_transformer.training.parallel.ranks import on_rank_zero
 from forgetting_transformer.training.records.logs import start_logging
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
-from forgetting_transformer.training.start import initialisation
 
 log = logging.getLogger(__name__)
 
 
-def connect(config: Config, start: Start) -> Fabric:
+def connect(config: Config, supervisor: Supervisor) -> Fabric:
     """Starts and connects the processes of the job, which then hold the run's folder.
 
     Rank 0 takes the folder before anything can fail, so that whatever fails is written there.
@@ -48,16 +47,16 @@ def connect(config: Config, start: Start) -> Fabric:
     """
     if console.rank() == 0:
         with contextlib.suppress(RunDirectoryError):  # reported below, on all ranks
-            start.directory.claim(config.resume)
+            supervisor.directory.claim(config.resume)
             if config.resume:
-                start_logging(start.directory, 0)
+                start_logging(supervisor.directory, 0)
     fabric = launch(config)
-    start.peers.join(fabric.global_rank, fabric.world_size)
+    supervisor.peers.join(fabric.global_rank, fabric.world_size)
     checks.check(config, fabric.world_size)
     graphs.check_possible(config, fabric.device, fabric.world_size, compiled=config.train.compile is not False)
-    on_rank_zero(fabric, lambda: start.directory.claim(config.resume))
+    on_rank_zero(fabric, lambda: supervisor.directory.claim(config.resume))
     if config.resume:
-        start_logging(start.directory, fabric.global_rank)
+        start_logging(supervisor.directory, fabric.global_rank)
     return fabric
 
 
@@ -92,15 +91,16 @@ def model_and_kernels(
     log.info("building the model: %s", config.model.name)
     info = data.train_info()
     with ThreadPoolExecutor(1, "model") as thread:
-        empty = outline(config, info)
+        empty = build_model(config, info, initialise=False, device="meta")
         hardware.warn_without_gpu(config, fabric.device, empty)
         checks.check_sequences(empty, config, data.packed)
-        given = None  # weights of `init_from`
+        given: dict[str, Any] | None = None  # weights of `init_from`
+        fresh: list[str] = []  # names of those that it lacks
         if config.init_from and origin.checkpoint is None:
-            from forgetting_transformer.training.start import initial_weights
+            from forgetting_transformer.training.initialisation import from_model
 
-            given = initial_weights.on_all_ranks(config, fabric, data, empty, origin)
-        draws = origin.checkpoint is None and (given is None or bool(given.fresh))
+            given, fresh = from_model.read(config, fabric, data, empty, origin)
+        draws = origin.checkpoint is None and (given is None or bool(fresh))
         building = thread.submit(build_model, config, info, initialise=draws)
         dtype = torch.float32 if config.fabric.precision == "32-true" else torch.bfloat16
         lengths = [config.datamodule.train_batch_len, *([] if config.skip_eval else [config.datamodule.eval_batch_len])]
@@ -111,7 +111,7 @@ def model_and_kernels(
         begin("model")
         model = building.result()
     if given is not None:
-        given.fill(model)
+        from_model.fill(model, given, fresh)
     return model, backends
 
 
@@ -140,54 +140,29 @@ def model_config(config: Config, data: DataInfo) -> DecoderConfig:
     return built
 
 
-def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.Module:
-    """The model on the CPU, with the same initial weights whatever the device, strategy and number of processes.
+def build_model(config: Config, data: DataInfo, initialise: bool = True, device: str = "cpu") -> Any:
+    """The model, with the same initial weights whatever strategy and number of processes.
 
     Args:
         initialise: False leaves the weights as memory is, for a checkpoint to fill.
+        device: "meta" gives the weights no memory, for a model to look at, with `initialise=False`.
 
     Raises:
         ConfigError: as `model_config`.
     """
     fields = model_config(config, data)
-    with no_init_weights():
-        model = registry.get(config.model.name).lm_class(fields)
+    with torch.device(device), no_init_weights():
+        model: Any = registry.get(config.model.name).lm_class(fields)
     # Left out above together with the weights.
     model.tie_weights(recompute_mapping=False)
-    _apply_options(model, config)
-    if initialise:
-        initialisation.initialise(model, config.seed)
-    return model
-
-
-def _apply_options(model: Any, config: Config) -> None:
-    """Chooses which parameters are trained, and activation checkpointing, as `config.train` says."""
     train_only(model, config.train.only)
     if config.train.gradient_checkpointing:
         model.checkpoint_activations(True)
     if config.train.block_inputs_on_host:
         model.keep_block_inputs_on_host()
-
-
-def outline(config: Config, data: DataInfo) -> nn.Module:
-    """The model without memory for its weights, to look at.
-
-    Raises:
-        ConfigError: as `model_config`.
-    """
-    fields = model_config(config, data)
-    with torch.device("meta"):
-        model = registry.get(config.model.name).lm_class(fields)
-    _apply_options(model, config)
+    if initialise:
+        from_seed.initialise(model, config.seed)
     return model
-
-
-def model_and_optimizer(config: Config, fabric: Fabric, model: nn.Module, undecayed: set[str]) -> tuple[Any, Any]:
-    """Both, wrapped by Fabric's strategy. The optimizer must see the parameters that the strategy leaves behind."""
-    wrapped = fabric.setup_module(model)
-    optimizer: Any = fabric.setup_optimizers(build_optimizer(wrapped.module, undecayed, config.optimizer))
-    check_owns(wrapped, optimizer, config.optimizer.name)
-    return wrapped, optimizer
 
 
 def graphs_of(config: Config, fabric: Fabric, model: Any, compiled: bool, flops_per_token: float) -> graphs.Graphs:

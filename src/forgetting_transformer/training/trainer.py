@@ -6,7 +6,8 @@ weights, moments, counters and the state of callbacks, and a run that was killed
 
 Words: a *global batch* is the sequences of one update, over all ranks. A rank has a share of it, its *local batch*, and
 puts that through the model in *micro-batches*. How far a run is, is counted in training tokens: a checkpoint's or a
-report's `step` is their number, as in the authors' code.
+report's `step` is their number, as in the authors' code. A *start* is one launch of a run, which the same command
+continues with another; its *stages* are what it does before its first step has ended.
 
 setup.py builds what the trainer works with, interface.py says what each attribute is. What is measured or done besides
 training is a callback (callbacks/). What can go wrong has a folder, faults/.
@@ -29,23 +30,22 @@ from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training import saving, setup
 from forgetting_transformer.training.callbacks import Callback, Step
 from forgetting_transformer.training.callbacks.built_in import callbacks_of
-from forgetting_transformer.training.checkpoint import Checkpointer
+from forgetting_transformer.training.checkpoint import Checkpointer, resume
 from forgetting_transformer.training.clock import Clock
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import as_recorded
 from forgetting_transformer.training.execution.choice import choose as choose_execution
 from forgetting_transformer.training.execution.compilation import Compilation
 from forgetting_transformer.training.faults.corruption import are_copies
-from forgetting_transformer.training.faults.failures import Start
+from forgetting_transformer.training.faults.failures import Supervisor
 from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.faults.stop import Stop, Vote
 from forgetting_transformer.training.feed import batches
-from forgetting_transformer.training.optimization.building import undecayed_parameters
+from forgetting_transformer.training.optimization.building import build_optimizer, undecayed_parameters
 from forgetting_transformer.training.optimization.schedule import build_schedule
 from forgetting_transformer.training.parallel.ranks import Ranks
+from forgetting_transformer.training.records.descriptions import describe, open_metrics, start_block
 from forgetting_transformer.training.records.loss_by_position import StepLosses
-from forgetting_transformer.training.start import resume
-from forgetting_transformer.training.start.descriptions import describe, open_metrics, start_block
 
 log = logging.getLogger(__name__)
 
@@ -56,16 +56,16 @@ class Trainer:
     Attributes: `TrainerInterface` explains those that callbacks may use.
 
     Args:
-        start: hears signals and notes how the run ends; by default nothing is watched.
+        supervisor: hears signals and notes how the run ends; by default nothing is watched.
     """
 
-    def __init__(self, config: Config, start: Start | None = None) -> None:
-        self.config, self.start = config, start or Start(config)
-        self.directory, self.watchdog = self.start.directory, self.start.watchdog
+    def __init__(self, config: Config, supervisor: Supervisor | None = None) -> None:
+        self.config, self.supervisor = config, supervisor or Supervisor(config)
+        self.directory, self.watchdog = self.supervisor.directory, self.supervisor.watchdog
         self.stages, self.clock = Clock("imports"), Clock("start")
 
         self.begin("processes")
-        fabric = self.fabric = setup.connect(config, self.start)
+        fabric = self.fabric = setup.connect(config, self.supervisor)
         timeout = timedelta(seconds=config.strategy.timeout_seconds)
         self.ranks = Ranks(fabric.global_rank, fabric.world_size, config.strategy.context, timeout)
         self.vote = Vote(fabric.world_size, timeout)
@@ -80,14 +80,8 @@ class Trainer:
         self.compilation = Compilation(config, fabric.device, fabric.global_rank, fabric.world_size)
 
         self.begin("checkpoint")
-        self.checkpointer = Checkpointer(
-            self.directory.checkpoints,
-            config.checkpoint_keep_last,
-            fabric.global_rank,
-            fabric.world_size,
-            config.checkpoint_background,
-            self.watchdog.waiting_for,
-        )
+        folder, watch = self.directory.checkpoints, self.watchdog.waiting_for
+        self.checkpointer = Checkpointer(folder, config.checkpoint_keep_last, config.checkpoint_background, watch)
         # The checkpoint, of this run or another, that this start continues from; or none.
         self.origin = resume.find_checkpoint(config, self.directory, fabric)
 
@@ -99,13 +93,15 @@ class Trainer:
         self.begin("strategy")
         # Names, and before sharding, which replaces the parameters.
         self.undecayed = undecayed_parameters(model, config.train)
-        self.model, self.optimizer = setup.model_and_optimizer(config, fabric, model, self.undecayed)
+        self.model: Any = fabric.setup_module(model)
+        optimizer = build_optimizer(self.model.module, self.undecayed, config.optimizer)
+        self.optimizer: Any = fabric.setup_optimizers(optimizer)
 
         self.begin("loading")
         # Only now: a command that is refused leaves the run in the folder alone.
         resume.prepare_directory(self.directory, config.resume, fabric)
         self.guard = StepGuard(fabric.device)  # leaves out steps whose loss or gradient is not finite
-        model, optimizer = self.model.module, self.optimizer.optimizer  # without Fabric's wrappers
+        model = self.model.module  # without Fabric's wrapper, as `optimizer` is
         resume.load(self.origin, config, self.data_info, self.checkpointer, model, optimizer, self.guard)
         self.counters = self.origin.counters
         self.checkpointer.last_good = self.origin.saved_step
@@ -124,17 +120,15 @@ class Trainer:
         self.latest: Step | None = None
         self.stop = Stop.NO
         self.callbacks = callbacks_of(self)
-        # Kinds of metrics that callbacks write, in earlier starts too: a resume cuts their lines at its checkpoint.
-        self.kinds = self.origin.kinds | self.callbacks.kinds
         self.metrics = open_metrics(self) if fabric.is_global_zero else None
         self.watchdog.callback = lambda: self.callbacks.running.name if self.callbacks.running else None
-        self.start.trainer = self
+        self.supervisor.trainer = self
 
     def fit(self) -> None:
-        """Trains to `train.max_tokens`, or until all ranks agree to stop; `start.outcome` has the result."""
+        """Trains to `train.max_tokens`, or until all ranks agree to stop; `supervisor.outcome` has the result."""
         config, counters = self.config, self.counters
         self.callbacks.on_start()
-        self.start.running()
+        self.supervisor.running()
         if self.metrics is not None:
             log.info("about to train %s:\n%s", config.tag, start_block(self))
         if missing := resume.unreported(self.callbacks.evaluations_due(), self.origin, self.metrics, self.fabric):
@@ -146,14 +140,14 @@ class Trainer:
             log.info("nothing left to train: %s tokens are done", f"{counters.token_count:,}")
         elif self.compiled:
             self.compilation.announce()
-        counters.tick()
+        counters.count_time()
         for batch in batches(self, remaining) if remaining and not self.stop else ():
-            counters.tick()
             first = self.latest is None
             self.clock.switch("first step" if first else "steps")
             if first:
                 self.begin("first step")
-            self.latest = self.step(self.fabric.to_device(batch))
+            with counters.updating():
+                self.latest = self.step(self.fabric.to_device(batch))
             counters.add_step(self.tokens_per_step, self.flops_per_token)
             self.callbacks.on_step(self.latest)
             if first:
@@ -229,7 +223,7 @@ class Trainer:
             self.compilation.warn_of_uncompiled()
 
     def save(self, permanent: bool, must_succeed: bool) -> None:
-        """Saves a checkpoint, in the background unless it must succeed; `permanent`: none that is deleted later."""
+        """Saves a checkpoint, in the background unless it must succeed. A permanent one is never deleted."""
         self.wait_for_device()
         with self.clock.during("checkpoint"):
             saving.save(self, permanent, must_succeed)
@@ -289,7 +283,6 @@ class Trainer:
             arrays: for an npz file that holds `values` too.
             step: training tokens that it belongs to; default those done.
         """
-        self.callbacks.check_kind(kind)
         if self.metrics is not None:
             step = self.counters.token_count if step is None else step
             self.metrics.report(kind, step, values)
@@ -303,17 +296,16 @@ class Trainer:
 
     def wait_for_device(self) -> None:
         """Waits until the device has finished its steps; that time counts as theirs."""
-        self.counters.tick()
-        setup.synchronize(self.fabric.device)
-        self.counters.tick(of_update=True)
+        with self.counters.updating():
+            setup.synchronize(self.fabric.device)
 
     def begin(self, stage: str) -> None:
-        """Begins a stage of the start."""
+        """Begins a stage of the start, by which times in the log and messages of the watchdog name it."""
         self.stages.switch(stage)
-        self.watchdog.starting(stage)
+        self.watchdog.enter_stage(stage)
 
     def close(self) -> None:
-        self.checkpointer.close()
+        self.checkpointer.take_result(wait=True)
         self.watchdog.closing()
         if self.metrics is not None:
             self.metrics.close()
@@ -322,10 +314,10 @@ class Trainer:
 
     def _first_step_is_done(self, step: Step) -> None:
         self.wait_for_device()
-        # Up to here a signal ends a rank at once, and one that had gone on to the next step would wait for it.
+        # Until here a signal ends a rank at once. No other may have gone on to a step in which it would wait for that.
         self.vote.wait_for_all()
         self.stages.switch(None)
-        self.watchdog.started()
+        self.watchdog.enter_stage(None)
         log.info("the first step is done, loss %.4f, %s", step.loss.item(), self.stages)
         if self.compiled:
             self.compilation.warn_of_uncompiled()
@@ -337,7 +329,7 @@ class Trainer:
         if self.stop == Stop.BAD_STEPS:
             self.guard.refuse(self.last_good_checkpoint, self.directory.root)
         self.guard.sum_up(self.counters.batch_count, self.directory.root)
-        self.start.end("preempted" if self.stop else "done", self.watchdog.request or "")
+        self.supervisor.end("preempted" if self.stop else "done", self.watchdog.request or "")
         done = f"{self.counters.token_count:,} tokens in {self.directory.root}"
         how = "stopped and saved; the same command continues" if self.stop else "training finished"
         log.info("%s: %s", how, done)

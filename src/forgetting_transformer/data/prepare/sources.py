@@ -22,8 +22,8 @@ from forgetting_transformer.console import how_to_install
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare import output
 from forgetting_transformer.data.prepare.settings import CorpusSettings
+from forgetting_transformer.data.storage.hub import use_cached_datasets
 from forgetting_transformer.files import parse_json
-from forgetting_transformer.hub_connection import use_cached_datasets
 
 ALWAYS_EXCLUDED = ("__pycache__",)
 # A file up to this size is read at once; a longer one is read twice (check and hash, then cut), never as a whole.

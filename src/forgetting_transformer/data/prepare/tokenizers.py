@@ -119,7 +119,7 @@ def save_loaded(name: str, folder: Path) -> None:
     Raises:
         DataError: there is none, or it has no token that ends a text, or no fast form.
     """
-    from forgetting_transformer.model_tokenizer import load_tokenizer
+    from forgetting_transformer.data.model_tokenizer import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(name)
@@ -149,7 +149,7 @@ def make(settings: CorpusSettings, texts: Iterable[str], folder: Path) -> Tokeni
     Args:
         texts: to train it on; not read otherwise.
     """
-    from forgetting_transformer.model_tokenizer import load_tokenizer
+    from forgetting_transformer.data.model_tokenizer import load_tokenizer
 
     name = settings.tokenizer
     if name == "bytes":

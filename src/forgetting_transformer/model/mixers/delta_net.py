@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.config import KERNEL_MODES, SwiGLUDecoderConfig
+from forgetting_transformer.model.config import SwiGLUDecoderConfig
 from forgetting_transformer.model.decoder import model_classes
 from forgetting_transformer.model.layers import GatedRMSNorm, exempt_from_decay
 from forgetting_transformer.model.mixers.recurrent import (
+    KERNEL_MODES,
     RecurrentMixer,
     ShortConvolution,
     init_xavier,

@@ -74,6 +74,7 @@ class ForgettingAttentionLayer(nn.Module):
         max_position_embeddings, layer_idx: no effect; the authors' layer has these arguments too.
     """
 
+    # What it can do besides training on whole rows: block.py explains these.
     packs_documents = True
     static_cache = True
 

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.config import KERNEL_MODES, SwiGLUDecoderConfig
+from forgetting_transformer.model.config import SwiGLUDecoderConfig
 from forgetting_transformer.model.decoder import DecoderModel, model_classes
 from forgetting_transformer.model.layers import RMSNorm, exempt_from_decay
-from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, init_xavier, zero_padding
+from forgetting_transformer.model.mixers.recurrent import KERNEL_MODES, RecurrentMixer, init_xavier, zero_padding
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.recurrence import gla_flops_per_token, last_state, recurrence

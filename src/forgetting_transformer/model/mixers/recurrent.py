@@ -18,6 +18,9 @@ from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.layers.short_convolution import short_convolution
 
+#: Names of the kernels of DeltaNet and HGRN2 in the authors' code. They compute the same function.
+KERNEL_MODES = ("chunk", "fused_chunk", "fused_recurrent")
+
 
 class RecurrentCache(LayerCache):
     """States of a recurrent mixer, whose size does not depend on the number of tokens.

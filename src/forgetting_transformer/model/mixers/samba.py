@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.arguments import check_attention_options
-from forgetting_transformer.model.config import check_field
+from forgetting_transformer.model.arguments import check_attention_options, check_field
 from forgetting_transformer.model.decoder import model_classes
 from forgetting_transformer.model.layers import SwiGLU, exempt_from_decay, swiglu_width
 from forgetting_transformer.model.mixers.forgetting_attention import ForgettingAttentionLayer

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from forgetting_transformer.model.config import DecoderConfig, check_silu
+from forgetting_transformer.model.arguments import check_silu
+from forgetting_transformer.model.config import DecoderConfig
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.mixers.recurrent import RecurrentMixer, ShortConvolution, init_uniform, zero_padding
 

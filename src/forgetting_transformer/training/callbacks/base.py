@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from forgetting_transformer.training.errors import TrainingError
-from forgetting_transformer.training.records.run_directory import KINDS
 
 if TYPE_CHECKING:
     import torch
@@ -57,16 +56,16 @@ class Callback:
         name: its name in configs, the start block and checkpoints.
         all_ranks: whether the hooks run on every rank, which a hook with collective operations (a reduction, a forward
             pass of a sharded model, `trainer.should_stop`) needs; otherwise on rank 0 only.
-        kinds: kinds of lines that it gives to `trainer.report`. A resume cuts them at its checkpoint.
         evaluates: whether it is called for "eval".
+        kind: kind of the line that it reports then; a start repeats an evaluation whose line is missing.
         interval: training tokens between these calls; None: as the config's eval_interval and skip_eval say.
         summary: a line for the start block; "": none.
     """
 
     name: str
     all_ranks: ClassVar[bool] = False
-    kinds: Sequence[str] = ()
     evaluates: ClassVar[bool] = False
+    kind: str = ""
     interval: int | None = None
     summary: str = ""
 
@@ -81,7 +80,7 @@ class Callback:
 
         "log", "train_eval" and "save" are quick work; "eval", with `evaluates`, may be long. Long work runs on all
         ranks and calls `trainer.should_stop()` for every batch, equally often on every rank. Where that returns true,
-        it leaves without a report, and the next start does it again: the line of its first kind is missing.
+        it leaves without a report, and the next start does it again.
         """
 
     def on_save(self, trainer: TrainerInterface, saved: Saved) -> None:
@@ -112,11 +111,6 @@ class Callbacks:
         self._callbacks = [c for c in (*built_in, *chosen) if c.all_ranks or trainer.fabric.is_global_zero]
         self._on_step = [c for c in self._callbacks if _overrides(c, "on_step")]
         self._trusted = {id(c) for c in built_in}
-        for callback in chosen:
-            for kind in sorted(set(callback.kinds) & set(KINDS)):
-                raise TrainingError(
-                    f"callbacks.{callback.name}: kinds has {kind!r}, which every run writes itself; use another name"
-                )
         #: The one whose hook is running.
         self.running: Callback | None = None
 
@@ -166,23 +160,6 @@ class Callbacks:
             if trainer.crossed(interval) or (trainer.finished and config.final_eval):
                 due.append(callback)
         return due
-
-    def check_kind(self, kind: str) -> None:
-        """
-        Raises:
-            ValueError: the callback whose hook is running may not write lines of `kind`.
-        """
-        running = self.running
-        if running is not None and id(running) not in self._trusted and kind not in running.kinds:
-            fix = "use another, which every run writes itself" if kind in KINDS else "add it, so that a resume cuts it"
-            raise ValueError(
-                f"callbacks.{running.name} reports {kind!r}, which is not among its kinds {[*running.kinds]}; {fix}"
-            )
-
-    @property
-    def kinds(self) -> set[str]:
-        """All kinds of lines that they write."""
-        return {kind for callback in self._callbacks for kind in callback.kinds}
 
     def state(self) -> dict[str, Tensor]:
         """Small states for the checkpoint: `<callback>.<key>`.

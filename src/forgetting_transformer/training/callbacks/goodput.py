@@ -1,8 +1,9 @@
 """Account of the wall time of a run, over all its starts, and of its checkpoints.
 
-`output_dir/goodput.json` has an entry for every start: seconds by category (clock.py), and the same as they stood at
-its checkpoints ("marks"). "stages" divides "start" and "first step" further (clock.py). Time after the mark from which
-a later start began was "lost". Time between starts, in a queue, is not counted. All times are of rank 0's host.
+`output_dir/goodput.json` has an entry for every start: seconds by category (clock.py), the same as they stood at its
+last checkpoint ("saved"), and "stages", which divide "start" and "first step" further. Time after that one was "lost"
+if a later start went back to it; all of it was, if to one before. Time between starts, in a queue, is not counted. All
+times are of rank 0's host.
 """
 
 import contextlib
@@ -16,15 +17,12 @@ from forgetting_transformer.files import write_json
 from forgetting_transformer.training.callbacks.base import Callback, Interval
 from forgetting_transformer.training.clock import CATEGORIES, Clock
 from forgetting_transformer.training.interface import TrainerInterface
-from forgetting_transformer.training.records.metrics import duration, prefixed
+from forgetting_transformer.training.records.metrics import duration
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.checkpoint import Saved
 
 log = logging.getLogger(__name__)
-
-#: Marks kept of every start; older checkpoints than that are gone or permanent, and few go back to those.
-_MARKS = 64
 
 
 class Goodput(Callback):
@@ -44,7 +42,7 @@ class Goodput(Callback):
 
     def on_start(self, trainer: TrainerInterface) -> None:
         step = trainer.counters.token_count
-        self._start = {"from_step": step, "step": step, "marks": []}
+        self._start = {"from_step": step, "step": step, "saved": [step, {}]}
         # Bookkeeping that is not there, or was damaged, must not stop a run.
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             earlier = json.loads(self._file.read_text(encoding="utf-8"))["starts"]
@@ -55,14 +53,14 @@ class Goodput(Callback):
         step = trainer.counters.token_count
         if kind == "save":
             # Time up to now is not lost if a run continues from this checkpoint.
-            self._start["marks"] = [*self._start["marks"], [step, self._clock.seconds()]][-_MARKS:]
+            self._start["saved"] = [step, self._clock.seconds()]
         elif kind == "log":
             self._start["stages"] = {stage: round(seconds, 3) for stage, seconds in trainer.stages.seconds().items()}
-            trainer.report(names.GOODPUT, prefixed(names.GOODPUT, self._write(step)))
+            trainer.report(names.GOODPUT, self._write(step))
 
     def on_save(self, trainer: TrainerInterface, saved: "Saved") -> None:
         values = {"checkpoint_time": saved.copy_seconds, "write_time": saved.write_seconds}
-        trainer.report(names.CHECKPOINT, prefixed(names.CHECKPOINT, values), step=saved.step)
+        trainer.report(names.CHECKPOINT, values, step=saved.step)
 
     def on_end(self, trainer: TrainerInterface) -> None:
         log.info("%s", describe(self._write(trainer.counters.token_count)))
@@ -79,13 +77,11 @@ def shares(starts: list[dict[str, Any]]) -> dict[str, float]:
     """Shares of all wall time by category and "lost", which add up to 1; and "hours", the whole."""
     useful, lost = dict.fromkeys(CATEGORIES, 0.0), 0.0
     for i, start in enumerate(starts):
-        seconds = start.get("seconds", {})
-        kept = seconds
-        later = [other["from_step"] for other in starts[i + 1 :]]
-        if later and min(later) < start["step"]:
-            marks = [at for step, at in start["marks"] if step <= min(later)]
-            # Without one: the later start went on from before this one began, or from where it began.
-            kept = marks[-1] if marks else {}
+        seconds = kept = start.get("seconds", {})
+        back_to = min((later["from_step"] for later in starts[i + 1 :]), default=start["step"])
+        if back_to < start["step"]:
+            saved_at, saved = start["saved"]
+            kept = saved if saved_at <= back_to else {}
         for category, value in seconds.items():
             useful[category] = useful.get(category, 0.0) + kept.get(category, 0.0)
             lost += value - kept.get(category, 0.0)

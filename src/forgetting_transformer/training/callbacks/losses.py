@@ -2,11 +2,11 @@
 
 import itertools
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,13 @@ from tqdm import tqdm
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.data.batch_checks import check_batch
-from forgetting_transformer.data.corpus import model_inputs
+from forgetting_transformer.data.corpus import Corpus, model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 from forgetting_transformer.training.feed import restarted
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.parallel.sharding import local
 from forgetting_transformer.training.records.loss_by_position import PositionSums, by_length, mean_loss
-from forgetting_transformer.training.records.metrics import prefixed
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +35,9 @@ class Loss(Callback):
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         step = trainer.latest
         if kind == "log" and step is not None:
-            values = {names.name_of(names.TRAIN, name): count for name, count in asdict(trainer.counters).items()}
-            values |= {names.LEARNING_RATE: step.lr, names.TRAIN_LOSS: step.loss.item()}
-            trainer.report(names.TRAIN, values | {names.GRADIENT_NORM: step.grad_norm.item()})
+            values = {names.LEARNING_RATE: step.lr, names.TRAIN_LOSS: step.loss.item()}
+            values |= {names.GRADIENT_NORM: step.grad_norm.item()}
+            trainer.report(names.TRAIN, asdict(trainer.counters) | values)
 
 
 class LossByPosition(Callback):
@@ -67,12 +66,9 @@ class LossByPosition(Callback):
         sequences, tokens = int(self._sums.sequences_T[0].item()), int(self._sums.sequences_T.sum().item())
         self._sums.flat.zero_()
         counters = {f"{names.COUNTER}{name}": value for name, value in asdict(trainer.counters).items()}
-        values = {
-            **by_length(names.TRAIN_EVAL, mean_T, self._shortest, counts_T),
-            **prefixed(names.TRAIN_EVAL, {"window_seq_count": sequences, "window_token_count": tokens, **counters}),
-        }
-        arrays = {names.name_of(names.TRAIN_EVAL, names.LOSS_PER_TOKEN): mean_T}
-        trainer.report(names.TRAIN_EVAL, values, arrays)
+        values = {"window_seq_count": sequences, "window_token_count": tokens, **counters}
+        values |= by_length(names.TRAIN_EVAL, mean_T, self._shortest, counts_T)
+        trainer.report(names.TRAIN_EVAL, values, {names.LOSS_PER_TOKEN: mean_T})
 
     def state(self) -> dict[str, Tensor]:
         return {"loss_T": self._sums.loss_T, "sequences": self._sums.sequences_T}
@@ -129,13 +125,14 @@ class BadSteps(Callback):
     def _report(self, trainer: TrainerInterface) -> None:
         for bad in trainer.guard.take_reports():
             places = trainer.data.locate(bad.batch)
-            log.warning("the update of batch %d was left out: %s; from %s on", bad.batch, bad, places[0])
-            values = prefixed(names.BAD_STEP, bad.describe(places))
-            trainer.report(names.BAD_STEP, values, step=(bad.batch + 1) * trainer.tokens_per_step)
-
-
-if TYPE_CHECKING:
-    from forgetting_transformer.data.corpus import Corpus
+            said = f"loss {bad.loss:.4g}, gradient norm {bad.global_grad_norm:.4g} ({bad.in_a_row} in a row)"
+            log.warning("the update of batch %d was left out: %s; from %s on", bad.batch, said, places[0])
+            not_finite = [
+                place for place, loss in zip(places, bad.sequence_losses, strict=True) if not math.isfinite(loss)
+            ]
+            values = {**bad._asdict(), "sequences": [*places], "sequences_not_finite": not_finite}
+            step = (bad.batch + 1) * trainer.tokens_per_step
+            trainer.report(names.BAD_STEP, values, step=step)
 
 
 class HeldOut(Callback):
@@ -148,16 +145,16 @@ class HeldOut(Callback):
     name = "held_out"
     all_ranks = True
     evaluates = True
-    kinds = (names.VAL,)
+    kind = names.VAL
 
-    def __init__(self, data: "Corpus") -> None:
+    def __init__(self, data: Corpus) -> None:
         self._data, self._corpus = data, "the corpus (datamodule.name)"
 
     @torch.no_grad()
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind != "eval":
             return
-        started = time.perf_counter()
+        started, done = time.perf_counter(), f"{trainer.counters.token_count:,}"
         fabric, ranks, length = trainer.fabric, trainer.ranks, trainer.config.datamodule.eval_batch_len
         sums = PositionSums.zeros(length, fabric.device)
         trainer.model.eval()
@@ -169,7 +166,6 @@ class HeldOut(Callback):
         shown = fabric.is_global_zero and sys.stderr.isatty()
         for batch in tqdm(batches, desc="held-out", unit="batch", leave=False, disable=not shown):
             if trainer.should_stop():
-                done = f"{trainer.counters.token_count:,}"
                 log.info("the evaluation after %s tokens was broken off", done)
                 return
             check_batch(batch, self._corpus, None, length, weighted=True)
@@ -190,11 +186,9 @@ class HeldOut(Callback):
             "val_tokens_per_second": tokens / seconds,
             **{f"{names.COUNTER}{counter}": value for counter, value in asdict(trainer.counters).items()},
         }
-        values = prefixed(names.VAL, values)
         values |= by_length(names.VAL, mean_T, trainer.config.eval.min_val_length, counts_T)
-        trainer.report(names.VAL, values, {names.name_of(names.VAL, names.LOSS_PER_TOKEN): mean_T})
+        trainer.report(names.VAL, values, {names.LOSS_PER_TOKEN: mean_T})
         if fabric.is_global_zero:
             unigram = trainer.data_info.unigram_entropy_nats
             known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram else ""
-            done = f"{trainer.counters.token_count:,}"
             log.info("held-out loss %.4f nats per token%s after %s tokens", loss, known, done)

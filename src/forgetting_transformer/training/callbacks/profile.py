@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class Profile(Callback):
-    """`traces/start-<tokens>-rank-<k>.json.gz`: a trace of the steps `first` to `last` of this start.
+    """`traces/start-<tokens>-rank-<k>.….json.gz`: a trace of the steps `first` to `last` of this start.
 
     The first step of a start, which compiles, is step 1. What lies between two steps (an evaluation, a checkpoint) is
     in the trace too. A start that ends earlier writes what it has.
@@ -26,26 +26,19 @@ class Profile(Callback):
     def on_start(self, trainer: TrainerInterface) -> None:
         from torch import profiler
 
-        folder, rank = trainer.directory.traces, trainer.fabric.global_rank
-        file = folder / f"start-{trainer.counters.token_count:015d}-rank-{rank}.json.gz"
-        folder.mkdir(parents=True, exist_ok=True)
-        activities = [profiler.ProfilerActivity.CPU]
-        if trainer.fabric.device.type == "cuda":
-            activities.append(profiler.ProfilerActivity.CUDA)
+        name = f"start-{trainer.counters.token_count:015d}-rank-{trainer.fabric.global_rank}"
+        handler = profiler.tensorboard_trace_handler(str(trainer.directory.traces), name, use_gzip=True)
 
         def write(profile: Any) -> None:
             try:
-                profile.export_chrome_trace(str(file))
-                log.info("train.profile_steps: wrote %s; https://ui.perfetto.dev shows it", file)
+                handler(profile)
             except OSError as error:  # a full disk must not cost the run
-                log.warning("train.profile_steps: no trace, because %s cannot be written (%s)", file, error)
+                log.warning("train.profile_steps: no trace (%s)", error)
 
         # The tracer itself starts one step earlier, so that its own start is not in the trace.
-        warmup = min(1, self._first - 1)
-        steps = profiler.schedule(
-            wait=self._first - 1 - warmup, warmup=warmup, active=self._last - self._first + 1, repeat=1
-        )
-        self._profiler = profiler.profile(activities=activities, schedule=steps, on_trace_ready=write)
+        wait, warmup = max(0, self._first - 2), min(1, self._first - 1)
+        steps = profiler.schedule(wait=wait, warmup=warmup, active=max(1, self._last - self._first + 1), repeat=1)
+        self._profiler = profiler.profile(schedule=steps, on_trace_ready=write)
         self._profiler.start()
 
     def on_step(self, trainer: TrainerInterface, step: Step) -> None:

@@ -49,17 +49,13 @@ class Throughput(Callback):
         self.rate: float | None = None
 
     def on_step(self, trainer: TrainerInterface, step: Step) -> None:
-        self.step(trainer.counters.as_floats())
+        self._steps.append(trainer.counters.as_floats())
 
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind == "log" and (rates := self.metrics(trainer.counters.as_floats())):
             self.rate = rates[names.per_second("token_count", "total", "recent")]
             rates[names.PEAK_MEMORY] = peak_memory_bytes(trainer.fabric.device)
             trainer.report(names.THROUGHPUT, rates)
-
-    def step(self, counters: dict[str, float]) -> None:
-        """Records the counters after a step: KEYS, total_time and update_time (seconds)."""
-        self._steps.append(counters)
 
     def metrics(self, counters: dict[str, float]) -> dict[str, float]:
         """Rates to report after the step taken last; nothing after the first.
@@ -68,21 +64,20 @@ class Throughput(Callback):
             counters: as they are now, after waiting for the device, in place of what that step left.
         """
         self._steps[-1] = counters
-        metrics = {names.name_of(names.THROUGHPUT, name): value for name, value in counters.items()}
+        metrics = {**counters}
         if len(self._steps) < 2:
             return {}
-        first = self._steps[0]
         beginning = dict.fromkeys(counters, 0.0)
-        for clock in ("total_time", "update_time"):
-            name = clock.removesuffix("_time")
-            for key in self.KEYS:
-                metrics[names.per_second(key, name, "recent")] = _rate(key, clock, first, counters)
-                metrics[names.per_second(key, name, "cum")] = _rate(key, clock, beginning, counters)
-            if self._peak_flops is not None:
-                recent = _rate("flop_count", clock, first, counters)
-                metrics[names.mfu(name, "recent")] = recent / self._peak_flops
-                since_start = _rate("flop_count", clock, self._start, counters)
-                metrics[names.mfu(name, "cum")] = since_start / self._peak_flops
+        for span, since, since_on_these_gpus in (
+            ("recent", self._steps[0], self._steps[0]),
+            ("cum", beginning, self._start),
+        ):
+            for clock in ("total", "update"):
+                for key in self.KEYS:
+                    metrics[names.per_second(key, clock, span)] = _rate(key, clock, since, counters)
+                if self._peak_flops is not None:
+                    rate = _rate("flop_count", clock, since_on_these_gpus, counters)
+                    metrics[names.mfu(clock, span)] = rate / self._peak_flops
         return metrics
 
 
@@ -97,8 +92,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _rate(key: str, clock: str, before: dict[str, float], now: dict[str, float]) -> float:
-    """Gain of `key` per second of `clock` between two states of the counters."""
-    return (now[key] - before[key]) / max(now[clock] - before[clock], 1e-9)
+    """Gain of `key` per second of `clock` ("total" or "update") between two states of the counters."""
+    return (now[key] - before[key]) / max(now[f"{clock}_time"] - before[f"{clock}_time"], 1e-9)
 
 
 class Progress(Callback):

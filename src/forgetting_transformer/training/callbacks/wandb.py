@@ -16,7 +16,6 @@ from forgetting_transformer.training.callbacks.base import Callback
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.metrics import MetricsLog
-from forgetting_transformer.training.records.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -41,27 +40,26 @@ class Wandb(Callback):
         Args:
             resolved: the config that wandb shows.
         """
-        directory = metrics.directory
-        self._run = None
-        # The mode, and the folder or address it writes to.
-        self.summary = config.wandb.mode
-        if config.wandb.mode == "disabled":
+        mode: Any = config.wandb.mode
+        self._run: Any = None
+        self.summary = mode
+        if mode == "disabled":
             return
-        try:
+        self.summary = "not available"
+        with self._failing("is not available"):  # not installed, no network, no login, a full quota
             import wandb
-        except ImportError:
-            log.info("wandb is not installed; metrics are in %s", directory.jsonlines)
-            self.summary = "not installed"
-            return
-        try:
-            run_id = _wandb_run_id(directory)
-            log_dir = Path(config.wandb.log_dir or directory.root)
+
+            id_file = metrics.directory.wandb_run_id  # the same at every start
+            if not id_file.is_file():
+                id_file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(id_file, secrets.token_hex(4))
+            run_id = id_file.read_text(encoding="utf-8").strip()
+            log_dir = Path(config.wandb.log_dir or metrics.directory.root)
             log_dir.mkdir(parents=True, exist_ok=True)
-            if config.wandb.mode == "offline":
+            if mode == "offline":
                 for folder in log_dir.glob(f"wandb/offline-run-*-{run_id}"):
                     folder.rename(folder.with_name(f"superseded-{folder.name}"))
             with _shielded():
-                mode: Any = config.wandb.mode
                 self._run = wandb.init(
                     project=config.wandb.project,
                     name=config.tag,
@@ -73,15 +71,11 @@ class Wandb(Callback):
                     config=resolved,
                     settings=wandb.Settings(silent=True, init_timeout=60),
                 )
-        except Exception as error:  # no network, no login, a full quota: none of these may stop a run
-            log.warning("wandb is not available (%s); metrics are in %s", one_line(error), directory.jsonlines)
-            self.summary = "not available"
-            return
-        address = getattr(self._run, "url", None) if config.wandb.mode == "online" else None
-        self.summary = f"{config.wandb.mode}, {address or log_dir / 'wandb'}"
-        for step, row in metrics.rows():
-            self.log(step, row)
-        metrics.sinks.append(self)
+            address = getattr(self._run, "url", None) if mode == "online" else None
+            self.summary = f"{mode}, {address or log_dir / 'wandb'}"
+            for step, row in metrics.rows():
+                self.log(step, row)
+            metrics.sinks.append(self)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         with self._failing("takes no more metrics"):
@@ -98,17 +92,9 @@ class Wandb(Callback):
         try:
             yield
         except Exception as error:
-            log.warning("wandb %s (%s); all metrics are in the JSON-lines files", what, one_line(error))
+            level = logging.INFO if isinstance(error, ImportError) else logging.WARNING
+            log.log(level, "wandb %s (%s); all metrics are in the JSON-lines files", what, one_line(error))
             self._run = None
-
-
-def _wandb_run_id(directory: RunDirectory) -> str:
-    """The id of this folder's run in wandb, the same at every start."""
-    file = directory.wandb_run_id
-    if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, secrets.token_hex(4))
-    return file.read_text(encoding="utf-8").strip()
 
 
 @contextlib.contextmanager

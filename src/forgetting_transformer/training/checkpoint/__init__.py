@@ -11,8 +11,8 @@ folder. A deletion renames first too. So a folder `step-*` was whole once: witho
 do not match it, it is damaged. Loading passes over it, says why, and takes the next older one; nothing deletes it, and
 where no valid one is left the run is refused. The format is the same for every strategy and number of processes.
 
-Writing may happen in a thread while training continues: the loop then waits only until a copy in the host's memory is
-made (writing.py). The thread has its own gloo group, because collectives of two threads in one group would mix.
+Writing (writing.py) may happen in a thread while training continues: the loop then waits only until a copy in the
+host's memory is made. The thread has its own gloo group, because collectives of two threads in one group would mix.
 It is a thread, and not torch.distributed.checkpoint.async_save, because checksums, the manifest and the deletion of
 older checkpoints follow the same writing. With async_save, a strategy with the whole model on every rank would also
 copy all of it on every rank.
@@ -31,14 +31,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from forgetting_transformer.training.checkpoint.folder import (
-    Checkpoint,
-    CheckpointError,
-    reason_of,
-)
+from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, reason_of
 from forgetting_transformer.training.checkpoint.reading import load_training
-from forgetting_transformer.training.checkpoint.writing import HostCopy, Writer, share, tensors_of
+from forgetting_transformer.training.checkpoint.writing import Writer, tensors_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,6 @@ class Checkpointer:
     Args:
         folder: `output_dir/checkpoints`.
         keep_last: rolling checkpoints to keep; two, so that a damaged newest one costs one interval and not the run.
-        rank, world_size: of this process. Collective calls go over a separate gloo group, which needs no GPU.
         background: write in a thread, from a copy in the host's memory. False needs no memory for the copy.
         watch: makes the context of every wait for the writer, from a name for people.
     """
@@ -72,22 +68,20 @@ class Checkpointer:
         self,
         folder: Path,
         keep_last: int,
-        rank: int,
-        world_size: int,
         background: bool = False,
         watch: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.folder, self.rank, self.world_size = folder, rank, world_size
-        self.background, self.watch = background, watch
+        self.folder, self.background, self.watch = folder, background, watch
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         # In effect without a limit: a rank with a slow disk is not gone, and `watch` ends a wait for one that hangs.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=7)) if world_size > 1 else None
-        self._copy = HostCopy()
+        self._group = None if is_alone else dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        self._stager, self._staged = BlockingAsyncStager(cache_staged_state_dict=True), set[str]()
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
         #: Tokens of the last finished checkpoint, or of the one that the run continues from.
         self.last_good: int | None = None
         self._step = 0
-        self._writer = Writer(folder, keep_last, rank, self._group)
+        self._writer = Writer(folder, keep_last, self._group)
 
     def save(
         self,
@@ -115,12 +109,11 @@ class Checkpointer:
             raise CheckpointError("there is nothing to save before the first optimizer step")
         started = time.perf_counter()
         tensors = tensors_of(model, optimizer)[0]
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        mine = share(tensors, self.rank, self.world_size)
-        mine |= {f"callback_state.{name}": tensor for name, tensor in callback_state.items()}
-        copied = None
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        mine = self._writer.share(tensors)
         if self.background:
-            mine, copied = self._copy.take(mine)
+            mine = self._copied(mine)
+        arrays = {name: tensor.cpu().numpy().copy() for name, tensor in callback_state.items()}
         copy_seconds = time.perf_counter() - started
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -129,15 +122,12 @@ class Checkpointer:
             try:
                 if device is not None:
                     torch.cuda.set_device(device)  # a thread begins on GPU 0
-                if copied is not None:
-                    copied.synchronize()
-                self._writer.write(step, mine, needed, trainer_state, permanent, before_manifest)
+                self._writer.write(step, mine, size, trainer_state, arrays, permanent, before_manifest)
+                self.last_good = step
             except CheckpointError as error:
                 problem = error
             except (Exception, CheckpointException) as error:  # the second is none of the first; training hears of it
                 problem = CheckpointError(f"could not write a checkpoint in {self.folder}: {reason_of(error)}")
-            if problem is None:
-                self.last_good = step
             self._saved = Saved(step, copy_seconds, time.perf_counter() - began, problem)
 
         self._step = step
@@ -145,6 +135,14 @@ class Checkpointer:
         self._thread.start()
         if not self.background:
             self._wait()
+
+    def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A copy in the host's memory; for tensors of a GPU in pinned memory, which the next copy writes over."""
+        if not _on_gpu(tensors):
+            return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        if tensors.keys() != self._staged:  # at the first save, or when a parameter has had its first gradient
+            self._stager, self._staged = BlockingAsyncStager(cache_staged_state_dict=True), {*tensors}
+        return self._stager.stage(tensors)
 
     def take_result(self, wait: bool = False) -> Saved | None:
         """The result of the last save, once; None while it is being written or if there was none.
@@ -167,10 +165,10 @@ class Checkpointer:
             with self.watch(f"the checkpoint at {self._step:,} tokens"):
                 self._thread.join()
 
-    def close(self) -> None:
-        """Waits for a save in flight."""
-        self.take_result(wait=True)
-
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fills model and optimizer (reading.py)."""
         load_training(checkpoint, model, optimizer, self._group)
+
+
+def _on_gpu(tensors: dict[str, Tensor]) -> bool:
+    return any(tensor.is_cuda for tensor in tensors.values())

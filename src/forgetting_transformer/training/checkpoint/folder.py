@@ -1,12 +1,12 @@
 """Folder of a checkpoint: its name, its manifest, and the check for damage."""
 
 import errno
-import itertools
 import json
 import logging
 import os
 import re
 import shutil
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,11 +76,9 @@ def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None 
     while (checkpoint := newest_valid(folder, step)) is not None:
         try:
             return read(checkpoint)
-        except (CheckpointError, OSError) as error:
+        except (CheckpointError, OSError):
             if checkpoint.path.exists():
-                if isinstance(error, CheckpointError):
-                    raise
-                raise CheckpointError(f"{checkpoint.path} cannot be read: {reason_of(error)}") from error
+                raise
             log.info("%s was deleted while it was read; taking the next", checkpoint.path)
     wanted = "" if step is None else f" at step {step}"
     raise CheckpointError(f"no valid checkpoint{wanted} in {folder}; it holds {steps_in(folder) or 'nothing'}")
@@ -152,8 +150,7 @@ def remove(path: Path) -> None:
 
 def set_aside(path: Path) -> Path:
     """Renames an unusable checkpoint in its folder, where nothing deletes it; returns the path."""
-    names = itertools.chain([f"damaged-{path.name}"], (f"damaged-{path.name}.{n}" for n in itertools.count(1)))
-    target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    target = path.with_name(f"damaged-{path.name}-{time.time_ns()}")
     path.rename(target)
     return target
 

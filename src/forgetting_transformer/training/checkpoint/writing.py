@@ -3,7 +3,6 @@
 import errno
 import json
 import logging
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,6 @@ from forgetting_transformer.training.checkpoint.folder import (
     reason_of,
     step_of,
 )
-from forgetting_transformer.training.parallel.sharding import local
 
 log = logging.getLogger(__name__)
 
@@ -56,23 +54,6 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict
     return tensors, optimizer_state
 
 
-def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """Part of the state that `rank` writes: its shards, and an equal share of the tensors that every rank holds whole.
-
-    Every rank computes the same division.
-    """
-    mine: dict[str, Tensor] = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    whole = {name: tensor for name, tensor in tensors.items() if name not in mine}
-    load = [0] * world_size
-    # The largest first, each to the rank with the least so far.
-    for name, tensor in sorted(whole.items(), key=lambda item: (-item[1].nbytes, item[0])):
-        writer = load.index(min(load))
-        load[writer] += tensor.nbytes
-        if writer == rank:
-            mine[name] = tensor
-    return mine
-
-
 def remove_leftovers(folder: Path) -> None:
     """Removes what an interrupted save or deletion left behind; on rank 0."""
     for path in sorted(folder.glob(".*")):
@@ -85,24 +66,37 @@ class Writer:
     """Writes checkpoints on all ranks, and deletes old ones.
 
     Args:
-        folder, keep_last, rank: as of `Checkpointer`.
+        folder, keep_last: as of `Checkpointer`.
         group: gloo group of all ranks; None for one.
     """
 
-    def __init__(self, folder: Path, keep_last: int, rank: int, group: dist.ProcessGroup | None) -> None:
-        self.folder, self.keep_last, self.rank = folder, keep_last, rank
-        self._group = group
+    def __init__(self, folder: Path, keep_last: int, group: dist.ProcessGroup | None) -> None:
+        self.folder, self.keep_last, self._group = folder, keep_last, group
+        self.rank = 0 if group is None else dist.get_rank()
+
+    def share(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What this rank writes: its shards, and an equal share of the tensors that every rank holds whole."""
+        mine: dict[str, Tensor] = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        # The same division on every rank: the largest first, each to the rank with the least so far.
+        load = [0] * (1 if self._group is None else dist.get_world_size())
+        for name in sorted(tensors.keys() - mine.keys(), key=lambda name: (-tensors[name].nbytes, name)):
+            writer = load.index(min(load))
+            load[writer] += tensors[name].nbytes
+            if writer == self.rank:
+                mine[name] = tensors[name]
+        return mine
 
     def write(
         self,
         step: int,
         tensors: dict[str, Tensor],
-        needed: int,
+        size: int,
         trainer_state: dict[str, Any],
+        callback_state: dict[str, np.ndarray],
         permanent: bool,
         before_manifest: Callable[[], None],
     ) -> None:
-        """Writes this rank's `tensors`, of a checkpoint of `needed` bytes.
+        """Writes this rank's `tensors`, of a checkpoint of `size` bytes.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write (full disk, no permission, …). What was written
@@ -110,28 +104,23 @@ class Writer:
         """
         final = self.folder / checkpoints.name_of(step)
         temporary = self.folder / f"{checkpoints.TEMPORARY}{final.name}"
-        callback_state = {name: t for name, t in tensors.items() if name.startswith("callback_state.")}
-        state = {name: tensor for name, tensor in tensors.items() if name not in callback_state}
-        self._agree(lambda: self._prepare(temporary, needed), "make room for")
+        self._agree(lambda: self._prepare(temporary, size), "make room for")
         try:
             dcp.save(
-                state,
+                tensors,
                 storage_writer=dcp.FileSystemWriter(temporary / "state", overwrite=False),
                 process_group=self._group,
                 no_dist=self._group is None,
             )
-        except (CheckpointException, OSError, RuntimeError) as error:
+        except (Exception, CheckpointException):
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"could not write {final}: {reason_of(error)}") from error
+            raise
         checksums = self._gather_checksums(temporary)
 
         def publish() -> None:
             before_manifest()
-            arrays: dict[str, Any] = {
-                name.removeprefix("callback_state."): tensor.cpu().numpy() for name, tensor in callback_state.items()
-            }
-            np.savez(temporary / "callback_state.npz", **arrays)
+            np.savez(temporary / "callback_state.npz", **callback_state)  # type: ignore[arg-type]  # its other keyword
             (temporary / "trainer.json").write_text(json.dumps(trainer_state, indent=1), encoding="utf-8")
             for name in ("callback_state.npz", "trainer.json"):
                 flush(temporary / name)
@@ -143,19 +132,21 @@ class Writer:
 
         self._agree(publish, "finish")
         if self.rank == 0:
-            self._prune(step)
+            self._remove_old(step)
 
-    def _prepare(self, temporary: Path, needed: int) -> None:
+    def _prepare(self, temporary: Path, size: int) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "state").mkdir(parents=True)
-        if (free := shutil.disk_usage(temporary).free) < needed:
-            words = f"the disk has {size_in_words(free)} left, a checkpoint needs {size_in_words(needed)}"
+        if (free := shutil.disk_usage(temporary).free) < size:
+            words = f"the disk has {size_in_words(free)} left, a checkpoint needs {size_in_words(size)}"
             raise OSError(errno.ENOSPC, words)
 
     def _gather_checksums(self, temporary: Path) -> dict[str, dict[str, int]]:
-        """Every rank reads back the shards it wrote, so that the work is shared."""
-        shards = sorted((temporary / "state").iterdir())
-        mine = {f"state/{file.name}": checksum(file) for file in shards if _writer_of(file) == self.rank}
+        """Every rank reads back what it wrote, so that the work is shared: `__3_0.distcp` is rank 3's."""
+        files = [*(temporary / "state").glob(f"__{self.rank}_*")]
+        if self.rank == 0:
+            files.append(temporary / "state" / ".metadata")
+        mine = {f"state/{file.name}": checksum(file) for file in files}
         if self._group is None:
             return mine
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
@@ -174,7 +165,7 @@ class Writer:
             temporary.rename(final)
         flush(self.folder)
 
-    def _prune(self, step: int) -> None:
+    def _remove_old(self, step: int) -> None:
         """Keeps the newest `keep_last` checkpoints up to `step` and the permanent ones."""
         older = [
             path
@@ -202,39 +193,3 @@ class Writer:
             dist.broadcast_object_list(problem, src=0, group=self._group)
         if problem[0] is not None:
             raise CheckpointError(f"could not {what} a checkpoint in {self.folder}: {problem[0]}")
-
-
-def _writer_of(file: Path) -> int:
-    """The rank that wrote a shard: `__3_0.distcp` is rank 3's, `.metadata` rank 0's."""
-    match = re.match(r"__(\d+)_", file.name)
-    return int(match[1]) if match else 0
-
-
-class HostCopy:
-    """Memory for tensors by name, allocated when they first come."""
-
-    def __init__(self) -> None:
-        self._copies: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def take(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
-        """Copies `tensors`, plain or sharded; returns the copies, and the event after which they are whole (on a CPU
-        they are at once). They are valid until the next call."""
-        event = None
-        for name, tensor in tensors.items():
-            copy = self._copies.get(name)
-            if copy is None or copy.shape != tensor.shape:
-                copy = self._copies[name] = _room_for(tensor)
-            local(copy).copy_(local(tensor), non_blocking=True)
-        if any(local(tensor).is_cuda for tensor in tensors.values()):
-            event = torch.cuda.Event()
-            event.record()
-        return {name: self._copies[name] for name in tensors}, event
-
-
-def _room_for(tensor: Tensor) -> Tensor:
-    # this rank's shard of a sharded tensor, still marked as a shard of the whole
-    copy = torch.empty_like(tensor, device="cpu")
-    if local(tensor).is_cuda and local(copy).nbytes:
-        local(copy).data = torch.empty_like(local(copy), pin_memory=True)
-    return copy

@@ -25,7 +25,6 @@ from forgetting_transformer.training.config.types import (
     TokenId,
     Tokens,
     TokensOrZero,
-    TracedSteps,
     Workers,
 )
 
@@ -52,8 +51,8 @@ class FabricConfig:
 class TrainConfig:
     #: Tokens to train on.
     max_tokens: Tokens
-    #: Tokens of a micro-batch, which one rank puts through the model at a time: whole sequences, at least one. With
-    #: strategy.context: which the ranks that share sequences put through it together.
+    #: Tokens that a rank puts through the model at a time, a micro-batch: whole sequences, at least one. With
+    #: strategy.context: that the ranks of a group put through it together.
     grad_acc_tokens: Tokens
     #: Parameters that are trained, by name or pattern, as in ["*.fgate_proj.*"]; the others stay as they are. []: all.
     only: list[str] = field(default_factory=list)
@@ -77,8 +76,8 @@ class TrainConfig:
     normalization_weight_decay: bool = False
     conv_weight_decay: bool = True
     #: [a, b]: write a trace of steps a to b of this start, on every rank, into `traces/`. Step 1 is the first of the
-    #: start and compiles. null: none.
-    profile_steps: TracedSteps | None = None
+    #: start and compiles. A few steps are enough: each has tens of thousands of events. null: none.
+    profile_steps: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
 
     def __post_init__(self) -> None:
         if self.block_inputs_on_host and not self.gradient_checkpointing:

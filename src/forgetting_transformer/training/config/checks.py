@@ -59,10 +59,7 @@ def check(config: Config, world_size: int) -> None:
 
 
 def _check_context(config: Config, world_size: int) -> None:
-    """
-    Raises:
-        ConfigError: the ranks cannot share sequences by `strategy.context`.
-    """
+    """Raises ConfigError where the ranks cannot share sequences by `strategy.context`."""
     if (sharing := config.strategy.context) == 1:
         return
     if world_size % sharing:
@@ -81,10 +78,7 @@ def _check_context(config: Config, world_size: int) -> None:
 
 
 def check_budget(config: Config, directory: RunDirectory, info: DataInfo) -> None:
-    """
-    Raises:
-        ConfigError: the corpus has not one batch, or fewer tokens than the run trains on.
-    """
+    """Raises ConfigError where the corpus has not one batch, or fewer tokens than the run trains on."""
     data = config.datamodule
     if info.total_batches < 1:
         again = (
@@ -108,10 +102,7 @@ def check_budget(config: Config, directory: RunDirectory, info: DataInfo) -> Non
 
 
 def check_decided(fields: dict[str, Any], decided: dict[str, int]) -> None:
-    """
-    Raises:
-        ConfigError: `model.config` sets one of the fields that the corpus decides, to another value.
-    """
+    """Raises ConfigError where `model.config` sets a field that the corpus decides to another value."""
     for key, value in decided.items():
         if fields.get(key) not in (None, value):
             raise ConfigError(
@@ -121,11 +112,8 @@ def check_decided(fields: dict[str, Any], decided: dict[str, int]) -> None:
 
 
 def check_sequences(model: Any, config: Config, packed: bool) -> None:
-    """
-    Raises:
-        ConfigError: the corpus packs documents, and the model would carry a state from one into the next; or ranks are
-            to share sequences, and the model is not made for so many.
-    """
+    """Raises ConfigError where the corpus packs documents, and the model would carry a state from one into the next; or
+    where ranks are to share sequences, and the model is not made for so many."""
     kind, sharing, data = [type(model).__name__], config.strategy.context, config.datamodule
     if packed and (stateful := model.stateful_mixers() if hasattr(model, "stateful_mixers") else kind):
         raise ConfigError(

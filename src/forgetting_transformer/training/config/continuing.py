@@ -34,9 +34,9 @@ FREE_KEYS = (
 def decisive(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that decides the weights: flat, without free keys, with defaults for newer keys."""
     flat = flatten(config)
-    values = {key: item.default for key, item in keys_of(config_class(flat)).items()} | flat
+    values = {key: item.default for key, item in keys_of(config_class(config)).items()} | flat
     free = [*FREE_KEYS]
-    for section, component in components_of(flat).items():
+    for section, component in components_of(config).items():
         free += [section if key == ALL else f"{section}.{key}" for key in component.free]
     return {
         key: value
@@ -97,13 +97,12 @@ def check_continues(
     if state["data_fingerprint"] not in (None, data.fingerprint):
         changes.append(f"the corpus (fingerprint {state['data_fingerprint']} -> {data.fingerprint}): {data.path}")
     if changes:
-        advice = "Undo these changes to continue it, or choose another output_dir"
+        advice = (
+            "Undo these changes to continue it, or choose another output_dir (with fork_dir and fork_step to continue "
+            "from it, or init_from an export of it), or start over with resume=false and without fork_dir"
+        )
         if forked:
-            advice = "A fork keeps the model and the shape of a batch: undo these changes, or begin with init_from=an "
-            advice += "export of it"
-        else:
-            advice += " (with fork_dir and fork_step to continue from it, or init_from an export of it)"
-            advice += "" if config.fork_dir else ", or start over with resume=false"
+            advice = "A fork keeps the model and the shape of a batch: undo these changes, or give init_from an export"
         listed = "\n  ".join(changes)
         raise ConfigError(f"{checkpoint} was trained with other settings:\n  {listed}\n{advice}")
 

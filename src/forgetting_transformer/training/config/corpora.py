@@ -22,19 +22,17 @@ class LongCrawl64Config(DataModuleConfig):
 
 
 @CORPORA.register("longcrawl64", config=LongCrawl64Config)
-def longcrawl64(data_dir: str, config: LongCrawl64Config) -> "Corpus":
+def longcrawl64(data_dir: str, config: LongCrawl64Config, packed: bool = False) -> "Corpus":
     """Documents of one length in Zarr arrays, from scripts/prepare_data.py or LongCrawl64 itself."""
     from forgetting_transformer.data import LongCrawl64DataModule
 
-    return LongCrawl64DataModule(data_dir, **_arguments(config))
+    return LongCrawl64DataModule(data_dir, **_arguments(config), packed=packed)
 
 
 @CORPORA.register("packed", config=LongCrawl64Config)
 def packed(data_dir: str, config: LongCrawl64Config) -> "Corpus":
     """The same tokens in the same order, with the texts in a row kept apart."""
-    from forgetting_transformer.data import LongCrawl64DataModule
-
-    return LongCrawl64DataModule(data_dir, **_arguments(config), packed=True)
+    return longcrawl64(data_dir, config, packed=True)
 
 
 @dataclass(kw_only=True)

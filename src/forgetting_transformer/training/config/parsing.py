@@ -71,7 +71,7 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
         if not isinstance(value := written.setdefault(name, {}), dict) and name != "callbacks":
             raise ConfigError(_is_group(name, value, keys_of(Config)))
     tree = OmegaConf.create(written)
-    with _explained(flatten(written)):
+    with _explained(written):
         official_names.translate(tree, typed)
         values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     values["model"].pop("sizes", None)  # by scale; fields of model.config refer to them
@@ -86,12 +86,11 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
     values["callbacks"] = {name: keys or {} for name, keys in callbacks.items()}
     if said := plugins.missing(values.get("plugins")):
         raise ConfigError(said)
-    flat = flatten(values)
     try:
-        components_of(flat, skip_unknown=False)
+        components_of(values, skip_unknown=False)
     except plugins.UnknownComponentError as error:
         raise ConfigError(str(error)) from error
-    return typing.cast(Config, _validated(config_class(flat), values, flatten(written)))
+    return typing.cast(Config, _validated(config_class(values), values, flatten(written)))
 
 
 def parse_section(section: str, composed: Any) -> Any:
@@ -100,45 +99,40 @@ def parse_section(section: str, composed: Any) -> Any:
     Raises:
         ConfigError: as `parse`.
     """
-    tree = OmegaConf.create(composed)
-    with _explained(flatten(typing.cast(dict[str, Any], OmegaConf.to_container(tree)))):
-        values = {section: OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)}
-    kind = typing.get_type_hints(config_class(flatten(values)))[section]
+    tree = OmegaConf.create({section: composed})
+    with _explained(typing.cast(dict[str, Any], OmegaConf.to_container(tree))):
+        values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    kind = typing.get_type_hints(config_class(values))[section]
     settings = {"__pydantic_config__": Config.__pydantic_config__}
     alone = dataclasses.make_dataclass("Section", [(section, kind)], namespace=settings)
     return getattr(_validated(alone, values, {}), section)
 
 
-def components_of(flat: Mapping[str, Any], skip_unknown: bool = True) -> dict[str, plugins.Component]:
-    """The components that a flat config, {"optimizer.name": "adamw", …}, names, by section ("callbacks.lm_eval").
+def components_of(config: Mapping[str, Any], skip_unknown: bool = True) -> dict[str, plugins.Component]:
+    """The components that a config names, by section ("optimizer", "callbacks.lm_eval").
 
     Raises:
         plugins.UnknownComponentError: one is unknown, unless `skip_unknown`.
     """
-    named: dict[str, tuple[plugins.Registry, Any]] = {}
-    for section, (registry, base) in _NAMED.items():
-        name = flat.get(f"{section}.name", getattr(base, "name", MISSING))
-        if name != MISSING:
-            named[section] = registry, name
-    for key in flat:
-        section, _, rest = key.partition(".")
-        if section == "callbacks" and rest:
-            name = rest.partition(".")[0]
-            named[f"callbacks.{name}"] = plugins.CALLBACKS, name
+    named: dict[str, tuple[plugins.Registry, Any]] = {
+        section: (registry, config.get(section, {}).get("name", getattr(base, "name", MISSING)))
+        for section, (registry, base) in _NAMED.items()
+    }
+    named |= {f"callbacks.{name}": (plugins.CALLBACKS, name) for name in config.get("callbacks") or ()}
     return {
         section: registry.get(name)
         for section, (registry, name) in named.items()
-        if not skip_unknown or (isinstance(name, str) and name in registry)
+        if name != MISSING and (not skip_unknown or (isinstance(name, str) and name in registry))
     }
 
 
-def config_class(flat: Mapping[str, Any]) -> type[Config]:
-    """`Config` with the keys of the components that a flat config names; of unknown ones, those that all have.
+def config_class(config: Mapping[str, Any]) -> type[Config]:
+    """`Config` with the keys of the components that a config names; of unknown ones, those that all have.
 
     Raises:
         ConfigError: a component registered a dataclass that does not fit.
     """
-    return _config_class(tuple((section, component.config) for section, component in components_of(flat).items()))
+    return _config_class(tuple((section, component.config) for section, component in components_of(config).items()))
 
 
 @functools.cache
@@ -171,13 +165,7 @@ def keys_of(kind: Any, prefix: str = "") -> dict[str, Key]:
     return keys
 
 
-@functools.cache
-def _adapter(kind: type) -> pydantic.TypeAdapter:
-    try:
-        return pydantic.TypeAdapter(kind)
-    except pydantic.errors.PydanticUserError as error:
-        reason = error.message.partition(". ")[0]
-        raise ConfigError(f"a component's dataclass has a type that no config holds: {reason}") from error
+_adapter = functools.cache(pydantic.TypeAdapter)
 
 
 def _validated(kind: type, values: dict[str, Any], written: Mapping[str, Any]) -> Any:
@@ -257,18 +245,12 @@ def _is_group(key: str, value: Any, keys: Mapping[str, Key]) -> str:
 
 
 @contextlib.contextmanager
-def _explained(written: Mapping[str, Any]) -> Iterator[None]:
-    """
-    Args:
-        written: a config as it was written, flat.
-
-    Raises:
-        ConfigError: a ${…} in it refers to nothing, or a key has no value.
-    """
+def _explained(config: dict[str, Any]) -> Iterator[None]:
+    """Raises ConfigError where a ${…} in a config refers to nothing, or a key has no value."""
     try:
         yield
     except OmegaConfBaseException as error:
-        known = keys_of(config_class(written))
+        known, written = keys_of(config_class(config)), flatten(config)
         listed = [f"{key}." for key in (*known, "model.sizes")]
         wrong = [key for key in written if key != "callbacks" and not f"{key}.".startswith(tuple(listed))]
         if wrong:  # a typo may be the reason why another key has no value

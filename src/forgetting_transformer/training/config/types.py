@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from forgetting_transformer.ranges import COUNT, SIZE, TOKENS
@@ -48,18 +48,3 @@ def _check_devices(value: Any) -> Any:
 
 #: Processes of a node: their number, or "auto".
 Devices = Annotated[Workers | Literal["auto"], BeforeValidator(_check_devices)]
-
-
-def _check_steps(steps: list[int]) -> list[int]:
-    if not (len(steps) == 2 and 1 <= steps[0] <= steps[1] < steps[0] + _TRACED_STEPS):
-        raise ValueError(
-            f"train.profile_steps={steps} must be [first, last] with 1 <= first <= last, at most {_TRACED_STEPS} "
-            "steps, as in train.profile_steps=[10,12]"
-        )
-    return steps
-
-
-#: Each of a large model has tens of thousands of events.
-_TRACED_STEPS = 100
-#: The first and the last step of a trace.
-TracedSteps = Annotated[list[int], AfterValidator(_check_steps)]

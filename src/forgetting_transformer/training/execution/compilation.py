@@ -13,7 +13,7 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,9 +33,6 @@ log = logging.getLogger(__name__)
 _MAX_VERSIONS = 64
 #: Most processes that compile kernels for one rank, TorchInductor's own limit.
 _MAX_WORKERS = 32
-#: Seconds of the first step on an H200 with nothing in the caches and nothing compiled early, for this package's
-#: architectures at 760M. Blocks of a kind share one compilation, so depth changes little.
-_MOST_SECONDS = 25
 
 
 class Compilation:
@@ -56,11 +53,7 @@ class Compilation:
         if config.train.compile is True or (config.train.compile == "auto" and on_cuda):
             _configure(world_size)
             if on_cuda:
-                # PyTorch's settings belong to a thread and what it takes over.
-                settings = contextvars.copy_context()
-                self._starting = threading.Thread(target=settings.run, args=(_start_compiler,), daemon=True)
-                self._starting.start()
-        self._on_cuda = on_cuda
+                self._starting = _aside(_start_compiler)
 
     def compile(self, model: Any) -> None:
         """Compile blocks and loss of the model, as the strategy left it, at their first call; None: nothing."""
@@ -75,8 +68,7 @@ class Compilation:
         if self._talks:
             from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-            how_long = f"up to {_MOST_SECONDS} s on an H200" if self._on_cuda else "up to some minutes"
-            log.info("compiling, %s; the next start finds the code in %s", how_long, cache_dir())
+            log.info("compiling; the next start finds the code in %s", cache_dir())
 
     def warn_of_uncompiled(self) -> None:
         """One WARNING for each reason for which torch.compile left something uncompiled, which it does silently.
@@ -90,12 +82,16 @@ class Compilation:
                 if "torch.compiler.disable" not in reason and reason not in self._warned_of:
                     self._warned_of.add(reason)
                     if self._talks:
-                        log.warning("a part of the model runs uncompiled, which is slower: %s", _first_lines(reason))
+                        # Its first lines name the part that cannot be compiled, and the reason.
+                        what = " ".join(line.strip() for line in reason.strip().splitlines()[:2])
+                        log.warning("a part of the model runs uncompiled, which is slower: %s", what)
 
 
-def _first_lines(reason: str) -> str:
-    """The part that torch.compile could not compile, and its explanation."""
-    return " ".join(line.strip() for line in reason.strip().splitlines()[:2])
+def _aside(action: Callable[..., None], *arguments: Any) -> threading.Thread:
+    """Starts a thread, which takes PyTorch's settings over: they belong to a thread."""
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(action, *arguments), daemon=True)
+    thread.start()
+    return thread
 
 
 def _configure(world_size: int) -> None:
@@ -136,10 +132,7 @@ def compiling(config: Config, fabric: Fabric, model: Any, packed: bool) -> Itera
         return
     before = backends.faults()
     rows, length = config.sequences_at_once(fabric.world_size), config.datamodule.train_batch_len
-    arguments = _attempt, fabric, copy.deepcopy(model), rows, length
-    # PyTorch's settings belong to a thread and what it takes over.
-    thread = threading.Thread(target=contextvars.copy_context().run, args=arguments, daemon=True)
-    thread.start()
+    thread = _aside(_attempt, fabric, copy.deepcopy(model), rows, length)
     try:
         yield
     finally:

@@ -24,26 +24,15 @@ log = logging.getLogger(__name__)
 #: PyTorch leaves TF32 off for matrix products.
 Peak = tuple[float, float]
 
-# NVIDIA H100 datasheet: bf16 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL) TFLOPS with sparsity; the H100 architecture
-# whitepaper prints the dense 989.4 and 756. fp32: 67, 51 and 60.
-_H100_SXM = (989.4e12, 67e12)
-_H100_PCIE = (756e12, 51e12)
-_H100_NVL = (835.5e12, 60e12)
-# NVIDIA A100 datasheet: bf16 312 dense, fp32 19.5, the same for SXM and PCIe, 40 and 80 GB.
-_A100 = (312e12, 19.5e12)
-
 PEAKS: dict[str, Peak] = {
-    "NVIDIA A100-SXM4-40GB": _A100,
-    "NVIDIA A100-SXM4-80GB": _A100,
-    "NVIDIA A100-PCIE-40GB": _A100,
-    "NVIDIA A100 80GB PCIe": _A100,
-    "NVIDIA H100 80GB HBM3": _H100_SXM,
-    "NVIDIA H100 PCIe": _H100_PCIE,
-    "NVIDIA H100 NVL": _H100_NVL,
-    # H200 and GH200 datasheets: the compute of the H100, 1,979 TFLOPS bf16 with sparsity (NVL card: 1,671).
-    "NVIDIA H200": _H100_SXM,
-    "NVIDIA H200 NVL": _H100_NVL,
-    "NVIDIA GH200 480GB": _H100_SXM,
+    # NVIDIA A100 datasheet: bf16 312 TFLOPS dense, fp32 19.5, the same for SXM and PCIe, 40 and 80 GB.
+    **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB"), (312e12, 19.5e12)),
+    "NVIDIA A100 80GB PCIe": (312e12, 19.5e12),
+    # NVIDIA H100 datasheet: bf16 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL) TFLOPS with sparsity; the H100 architecture
+    # whitepaper prints the dense 989.4 and 756. fp32: 67, 51 and 60. H200 and GH200 have the compute of the H100.
+    **dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), (989.4e12, 67e12)),
+    "NVIDIA H100 PCIe": (756e12, 51e12),
+    **dict.fromkeys(("NVIDIA H100 NVL", "NVIDIA H200 NVL"), (835.5e12, 60e12)),
     # HGX B200 and GB200 NVL72 datasheets, per GPU: bf16 4.5 and 5 PFLOPS with sparsity, fp32 75 and 80 TFLOPS.
     "NVIDIA B200": (2250e12, 75e12),
     "NVIDIA GB200": (2500e12, 80e12),
@@ -59,41 +48,24 @@ def peak_of(fabric: FabricConfig, device: torch.device) -> float | None:
     return fabric.peak_flops or peak_flops(device, fabric.precision)
 
 
+@functools.cache  # the log names an unknown GPU once
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Peak FLOP/s of `device` at `precision` ("bf16-mixed" or "32-true"); None for a CPU and for an unlisted GPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
     if name not in PEAKS:
-        _say_unknown(name)
+        log.info(
+            "no MFU, and no CUDA graphs with train.cuda_graphs=auto: the peak FLOP/s of %r is not known; set "
+            "fabric.peak_flops to have them",
+            name,
+        )
         return None
     return PEAKS[name][precision != "bf16-mixed"]
 
 
-@functools.cache
-def _say_unknown(name: str) -> None:
-    """Once for each name."""
-    log.info(
-        "no MFU, and no CUDA graphs with train.cuda_graphs=auto: the peak FLOP/s of %r is not known; set "
-        "fabric.peak_flops to have them",
-        name,
-    )
-
-
 #: Parameters from which on training on a CPU by accident is worth a warning.
 LARGE = 100_000_000
-
-
-def missing_gpu() -> str | None:
-    """Reason why PyTorch finds no GPU, with the fix; None if it finds one."""
-    if torch.cuda.is_available():
-        return None
-    build = "CPUs" if torch.version.cuda is None and torch.version.hip is None else "GPUs"
-    return (
-        f"PyTorch {torch.__version__}, a build for {build}, finds none with CUDA_VISIBLE_DEVICES="
-        f"{os.environ.get('CUDA_VISIBLE_DEVICES')}: look whether `nvidia-smi` lists them and whether the driver is "
-        "recent enough, or install a build for CUDA (https://pytorch.org/get-started)"
-    )
 
 
 def warn_without_gpu(config: Config, device: torch.device, model: nn.Module) -> None:
@@ -102,8 +74,12 @@ def warn_without_gpu(config: Config, device: torch.device, model: nn.Module) -> 
         return
     if (parameters := sum(p.numel() for p in model.parameters())) >= LARGE:
         log.warning(
-            "no GPU was found, and %.1fM parameters train very slowly on a CPU. %s. Choose the CPU with "
+            "no GPU was found, and %.1fM parameters train very slowly on a CPU. PyTorch %s, a build for %s, finds none "
+            "with CUDA_VISIBLE_DEVICES=%s: look whether `nvidia-smi` lists them and whether the driver is recent "
+            "enough, or install a build for CUDA (https://pytorch.org/get-started). Choose the CPU with "
             "fabric.accelerator=cpu (`fabric run`: --accelerator cpu) if that is intended",
             parameters / 1e6,
-            missing_gpu(),
+            torch.__version__,
+            "CPUs" if torch.version.cuda is None and torch.version.hip is None else "GPUs",
+            os.environ.get("CUDA_VISIBLE_DEVICES"),
         )

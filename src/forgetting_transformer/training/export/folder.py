@@ -21,17 +21,17 @@ from transformers import GenerationConfig, PreTrainedModel
 from forgetting_transformer import plugins
 from forgetting_transformer.command_line import CommandError, one_line
 from forgetting_transformer.console import how_to_install
+from forgetting_transformer.data.model_tokenizer import check_vocabulary, load_tokenizer, longcrawl64_tokenizer
 from forgetting_transformer.data.storage.checksums import sha256_of
+from forgetting_transformer.data.storage.hub import model_folder
 from forgetting_transformer.files import explain, write_json
-from forgetting_transformer.hub_connection import model_folder
 from forgetting_transformer.model import registry
-from forgetting_transformer.model_tokenizer import check_vocabulary, load_tokenizer, longcrawl64_tokenizer
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest
 from forgetting_transformer.training.checkpoint.reading import load_weights
 from forgetting_transformer.training.config.continuing import decisive
 from forgetting_transformer.training.export import card, official_checkpoint
-from forgetting_transformer.training.records.run_directory import RunDirectory, belongs_to
+from forgetting_transformer.training.records.run_directory import RunDirectory
 
 #: The mark, written into every export.
 MARK = "exported_from.json"
@@ -61,10 +61,9 @@ def export(
 
     Raises:
         CheckpointError: no valid checkpoint (at that step).
-        ExportError: the folder is a run's or a corpus's, contains another model, another run's export or other files,
-            or cannot be written, or the tokenizer cannot be used.
+        ExportError: the folder contains another model, another run's export or other files, or cannot be written, or
+            the tokenizer cannot be used.
     """
-    check_target(save_folder, "--hf_save_dir")
     directory = RunDirectory(run_folder)
     if not directory.checkpoints.is_dir():
         said = "it holds no checkpoints" if directory.root.is_dir() else "there is no such folder"
@@ -73,7 +72,8 @@ def export(
         checkpoint, state, model = official_checkpoint.load_model(directory, step)
     else:
         checkpoint, state, model = read_newest(directory.checkpoints, load_checkpoint, step)
-    length, bos = state["config"]["datamodule"]["train_batch_len"], model.config.bos_token_id
+    config = state["config"]
+    length, bos = config["datamodule"]["train_batch_len"], model.config.bos_token_id
     found_tokenizer, without = _find_tokenizer(directory, state, tokenizer)
     if hasattr(model.config, "max_position_embeddings"):
         # No effect on the model; lm_eval and others read it as the context length of training.
@@ -100,8 +100,7 @@ def export(
             for file in new.glob("model*.safetensors"):  # safetensors makes them readable for their owner alone
                 shutil.copymode(new / "config.json", file)
             if not (kept_card := there.exists() and own.get(card.CARD) != sha256_of(there)):
-                parameters, has_tokenizer = model.num_parameters(), found_tokenizer is not None
-                card.write(new, directory.root, state["config"], origin, parameters, has_tokenizer)
+                (new / card.CARD).write_text(_card(origin, config, model, found_tokenizer is not None), "utf-8")
             files = {f.relative_to(new).as_posix(): sha256_of(f) for f in new.rglob("*") if f.is_file()}
             _check_replaceable(save_folder, before, {*own, *files}, origin, replace)
             for name in own.keys() - files.keys() - {card.CARD}:
@@ -116,8 +115,6 @@ def export(
             f"cannot write the export to {save_folder} ({reason}); make room, or choose another --hf_save_dir"
         ) from error
     line = f"checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}"
-    if before and {key: value for key, value in before.items() if key != "files"} != origin:
-        line += f", in place of the one at {before['checkpoint']:,} tokens of {before.get('tag')}"
     if kept_card:
         line += f"; {card.CARD} there is not as an export wrote it and is kept"
     if needed := origin.get("plugins"):
@@ -148,21 +145,6 @@ def find_model(source: str, files: Sequence[str]) -> Path:
     return folder
 
 
-def check_target(folder: Path, flag: str) -> None:
-    """
-    Args:
-        flag: of the command, for the message.
-
-    Raises:
-        ExportError: the folder is a run's or a corpus's.
-    """
-    if said := belongs_to(folder):
-        raise ExportError(
-            f"{flag}={folder} {said}, so an exported model must not go there: what reads that folder "
-            f"later would take one for the other; choose another {flag}"
-        )
-
-
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Weights of a model's folder by name, of all its safetensors files, on the CPU."""
     weights: dict[str, Tensor] = {}
@@ -182,9 +164,17 @@ def _origin(checkpoint: Checkpoint, state: dict[str, Any], model: PreTrainedMode
         "tag": config.get("tag"),
         "seed": config.get("seed"),
         "run": hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()[:16],
-        **({"weights_from": card.public(state["weights_from"])} if state.get("weights_from") else {}),
         **({} if is_ours else {"plugins": config["plugins"]}),
     }
+
+
+def _card(origin: dict[str, Any], config: dict[str, Any], model: PreTrainedModel, has_tokenizer: bool) -> str:
+    about = (
+        f"A language model with {model.num_parameters():,} parameters, trained on {origin['checkpoint']:,} tokens. "
+        "It is a base model: it continues text and has not learnt to follow instructions."
+    )
+    title, dataset = config.get("tag") or config["model"]["name"], config["datamodule"]["dataset"]
+    return card.text(title, about, has_tokenizer, dataset, origin.get("plugins", ()))
 
 
 def _check_replaceable(
@@ -258,17 +248,12 @@ def _find_tokenizer(directory: RunDirectory, state: dict[str, Any], source: str 
 def load_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
     """A checkpoint, its trainer.json and its model, on the CPU, in fp32 and evaluation mode; for `read_newest`."""
     state = checkpoint.trainer_state()
-    model = build_model(checkpoint, state)
-    load_weights(checkpoint, model)
-    return checkpoint, state, model.eval()
-
-
-def build_model(checkpoint: Checkpoint, state: dict[str, Any]) -> PreTrainedModel:
-    """The model of a checkpoint without its weights."""
     if said := plugins.missing(state["config"].get("plugins"), f"{checkpoint.path}: this run"):
         raise CheckpointError(said)
     architecture = registry.get(state["config"]["model"]["name"])
-    return architecture.lm_class(architecture.config_class.from_dict(state["model_config"]))
+    model = architecture.lm_class(architecture.config_class.from_dict(state["model_config"]))
+    load_weights(checkpoint, model)
+    return checkpoint, state, model.eval()
 
 
 def tokenizer_of_run(directory: RunDirectory, state: dict[str, Any], source: str | None = None) -> Any:

@@ -26,8 +26,8 @@ from forgetting_transformer.files import explain
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.mixers.forgetting_attention import decay_time_bias
 from forgetting_transformer.model.mixers.transformer import TransformerConfig
-from forgetting_transformer.training.export.card import CARD, snippet
-from forgetting_transformer.training.export.folder import ExportError, check_target, find_model, read_weights
+from forgetting_transformer.training.export.card import CARD, text
+from forgetting_transformer.training.export.folder import ExportError, find_model, read_weights
 
 #: The default memory length, in contexts of the original.
 CONTEXTS = 16
@@ -74,7 +74,6 @@ def add_forget_gates(source: str, out: Path, memory_length: Sequence[float] = ()
     Raises:
         ExportError: the source cannot be read, or has what FoX has not; or `out` cannot be written.
     """
-    check_target(out, "OUT")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ExportError(f"OUT={out} is there already; choose another folder")
     try:
@@ -194,8 +193,8 @@ def _write(folder: Path, new: Path, fields: dict[str, Any], bias_H: Tensor) -> i
     decided = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")  # by the corpus
     model = {name: value for name, value in fields.items() if name not in decided and value is not None}
     (new / "configs" / "model").mkdir(parents=True)
-    text = yaml.safe_dump({"name": "forgetting_transformer", "label": "with_gates", "config": model}, sort_keys=False)
-    (new / "configs" / "model" / "with_gates.yaml").write_text(text, "utf-8")
+    with_gates = {"name": "forgetting_transformer", "label": "with_gates", "config": model}
+    (new / "configs/model/with_gates.yaml").write_text(yaml.safe_dump(with_gates, sort_keys=False), "utf-8")
     return sum(shape.numel() for shape in shapes.values())
 
 
@@ -229,12 +228,9 @@ def _said(memory_length: Sequence[float]) -> str:
 
 def _card(source: str, memory_length: Sequence[float], parameters: int, has_tokenizer: bool) -> str:
     shown = Path(source).name if Path(source).exists() else source
-    lines = [
-        f"# {shown} with forget gates",
+    about = (
         f"{shown} as a Forgetting Transformer with {parameters:,} parameters: the same weights, and a forget gate for "
-        f"every head. Gates start at a memory length of {_said(memory_length)} and were not trained.",
-        "It needs the Python package `forgetting-transformer`, from a clone of its repository:",
-        f"```python\n{snippet([], None, has_tokenizer)}```",
-        "The licence of the original holds for these weights too.",
-    ]
-    return "---\nlibrary_name: transformers\ntags: [forgetting-transformer]\n---\n\n" + "\n\n".join(lines) + "\n"
+        f"every head. Gates start at a memory length of {_said(memory_length)} and were not trained."
+    )
+    licence = "The licence of the original holds for these weights too."
+    return text(f"{shown} with forget gates", about, has_tokenizer, licence=licence)

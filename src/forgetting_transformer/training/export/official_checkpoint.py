@@ -8,7 +8,6 @@ What a class is called in `_target_` chooses one of this project's; nothing that
 """
 
 import contextlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from forgetting_transformer.training.config.parsing import parse
 from forgetting_transformer.training.optimization.building import build_optimizer, undecayed_parameters
 from forgetting_transformer.training.records.run_directory import RunDirectory, RunDirectoryError
 
-_DONE = re.compile(r"step-(\d{15,})\.pt\.done")
 #: Functions named in `schedule._target_`.
 _SCHEDULES = {
     "constant_schedule": "constant",
@@ -61,8 +59,8 @@ _NUMPY: list[Any] = [
 
 def steps_of(folder: Path) -> list[int]:
     """Training tokens of the official checkpoints in `folder` that are whole."""
-    found = (_DONE.fullmatch(path.name) for path in folder.glob("*.pt.done"))
-    return sorted(int(name[1]) for name in found if name and (folder / name[0].removesuffix(".done")).is_file())
+    files = (path.with_suffix("") for path in folder.glob("step-*.pt.done"))
+    return sorted(int(file.stem.removeprefix("step-")) for file in files if file.is_file())
 
 
 def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
@@ -105,9 +103,8 @@ def import_run(official_dir: Path, output_dir: Path, step: int | None = None) ->
         tokens = saved["batch_count"] * config.datamodule.train_batch_size * length
         if not saved["token_count"] == checkpoint.step == tokens or window.shape != (length,):
             raise ValueError(
-                f"it counts {saved['token_count']} tokens in {saved['batch_count']} batches and losses at "
-                f"{len(window)} positions, and config.yaml beside it says batches of "
-                f"{config.datamodule.train_batch_size} x {length} tokens"
+                f"it counts {saved['token_count']} tokens in {saved['batch_count']} batches and {len(window)} "
+                f"positions, config.yaml has batches of {config.datamodule.train_batch_size} x {length} tokens"
             )
     model = _model(checkpoint, config, saved)
     if model.config.bos_token_id is None:
@@ -140,7 +137,7 @@ def import_run(official_dir: Path, output_dir: Path, step: int | None = None) ->
     target.acquire()
     try:
         target.checkpoints.mkdir(parents=True, exist_ok=True)
-        writer = Checkpointer(target.checkpoints, config.checkpoint_keep_last, 0, 1)
+        writer = Checkpointer(target.checkpoints, config.checkpoint_keep_last)
         writer.save(checkpoint.step, model, optimizer, state, callback_state, checkpoint.permanent)
         written = writer.take_result(wait=True)
         if written is not None and written.error:
@@ -177,10 +174,7 @@ def _config(directory: RunDirectory) -> Config:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """
-    Raises:
-        CheckpointError: for any error that a damaged or foreign file causes; names the file.
-    """
+    """Raises CheckpointError, with the file's name, for any error that a damaged or foreign file causes."""
     try:
         yield
     except Exception as error:
@@ -189,10 +183,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _translated(official: dict[str, Any]) -> dict[str, Any]:
-    """
-    Raises:
-        AttributeError, KeyError, TypeError, ValueError: a section or a `_target_` is missing or unknown.
-    """
+    """A configuration in this project's keys. Raises what Python does where a section or a `_target_` is missing."""
     parts = {name: _split(official[name]) for name in ("optimizer", "schedule", "datamodule", "strategy", "model")}
     data, fields = parts["datamodule"][1], _split(official["model"]["config"])[1]
     names = {architecture.lm_class.__name__: name for name, architecture in registry.MODELS.items()}

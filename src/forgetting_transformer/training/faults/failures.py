@@ -1,4 +1,4 @@
-"""One start of a run, in which every error ends in one line with its fix."""
+"""Supervision of a run from its launch to its end: every error ends in one line with its fix."""
 
 import contextlib
 import platform
@@ -19,8 +19,8 @@ from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
 
-class Start:
-    """One start of a run; as a context manager it hears signals and notes how the run ends.
+class Supervisor:
+    """A context manager around a run, which hears signals and notes how the run ends.
 
     Attributes:
         directory: folder of the run. peers: ranks of the job. watchdog: hears signals, notices what hangs.
@@ -38,7 +38,7 @@ class Start:
         # The loop and the watchdog's thread may end the run at the same moment: the first one decides how.
         self._ending = threading.Lock()
 
-    def __enter__(self) -> "Start":
+    def __enter__(self) -> "Supervisor":
         self.watchdog.__enter__()
         return self
 

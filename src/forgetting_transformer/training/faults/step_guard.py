@@ -8,8 +8,7 @@ the host waits for the decision and does not call them.
 
 import collections
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -29,15 +28,6 @@ class BadStep(NamedTuple):
     loss: float
     global_grad_norm: float
     sequence_losses: list[float]
-
-    def __str__(self) -> str:
-        return f"loss {self.loss:.4g}, gradient norm {self.global_grad_norm:.4g} ({self.in_a_row} in a row)"
-
-    def describe(self, places: Sequence[str]) -> dict[str, Any]:
-        """Values of its line, with the places of its sequences, and of those whose loss is not finite."""
-        losses = zip(places, self.sequence_losses, strict=True)
-        bad = [place for place, loss in losses if not math.isfinite(loss)]
-        return {**self._asdict(), "sequences": [*places], "sequences_not_finite": bad}
 
 
 def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:

@@ -37,20 +37,16 @@ log = logging.getLogger(__name__)
 #: A launcher forwards what a scheduler or a terminal has already sent to its processes: within so many seconds it is
 #: the same request.
 SAME_REQUEST_SECONDS = 1.0
-#: A process in a step that does not end after a signal leaves after this, or after several times its slowest step:
-#: containers are killed 30 s after a signal.
-STEP_PATIENCE_SECONDS = 25.0
-#: Seconds after a signal for a wait for data, and for the end of the process.
-READER_PATIENCE_SECONDS = 20.0
+#: Seconds after a signal for a wait for data, the end of the process, or a step, which may also take several times the
+#: slowest one: containers are killed 30 s after a signal.
+PATIENCE_SECONDS = 20.0
 #: Seconds after a signal for a checkpoint: a flush of gigabytes to a slow disk is one long silence.
 WRITER_PATIENCE_SECONDS = 300.0
 #: Until the first step has ended every stage of the start may take so much longer than `timeout`: kernels are compiled
 #: and tuned, weights are read. So may the writing of a checkpoint.
 START_SECONDS = 1800.0
 #: Seconds for the last log lines of a process that ends itself: the disk of its log may be what hangs.
-LAST_WORDS_SECONDS = 30.0
-#: Seconds for the last log lines after a signal.
-AT_ONCE_SECONDS = 5.0
+LAST_WORDS_SECONDS = 8.0
 
 
 class Watchdog:
@@ -106,17 +102,13 @@ class Watchdog:
         self._writer.send(b"\0")
         self._thread.join()
         if self._answer is not None:
-            self._answer.join(AT_ONCE_SECONDS)
+            self._answer.join(LAST_WORDS_SECONDS)
         self._reader.close()
         self._writer.close()
 
-    def starting(self, stage: str) -> None:
-        """Notes the first stage of the start."""
+    def enter_stage(self, stage: str | None) -> None:
+        """Notes a stage before the first step; None: that step has ended, and from here on `timeout` is the limit."""
         self._last_beat, self._stage = time.monotonic(), stage
-
-    def started(self) -> None:
-        """The first step has ended: from here on `timeout` is the limit."""
-        self._last_beat, self._stage = time.monotonic(), None
 
     def beat(self) -> None:
         """Notes progress: called after every step and every batch of an evaluation."""
@@ -127,12 +119,12 @@ class Watchdog:
 
     def closing(self) -> None:
         """Notes the end of training, which is written; the rest, such as sending rows to wandb, may take `timeout`."""
-        self._last_beat, self._stage = time.monotonic(), None
-        self._wait = "training was over and the process did not end", 0.0, READER_PATIENCE_SECONDS
+        self.enter_stage(None)
+        self._wait = "training was over and the process did not end", 0.0, PATIENCE_SECONDS
 
     def reading(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Context of a wait for a batch of `what`."""
-        return self._waiting(f"no batch of {what} came", 0.0, READER_PATIENCE_SECONDS)
+        return self._waiting(f"no batch of {what} came", 0.0, PATIENCE_SECONDS)
 
     def waiting_for(self, checkpoint: str) -> contextlib.AbstractContextManager[None]:
         """Context of a wait for the writer of `checkpoint`."""
@@ -171,7 +163,7 @@ class Watchdog:
         callback = f" (callbacks.{name})" if name else ""
         if self._stage is not None:
             return f"the start stood still in {self._stage!r}{callback}", self.timeout + START_SECONDS, 0.0
-        return f"no step ended{callback}", self.timeout, max(STEP_PATIENCE_SECONDS, 3 * self._longest)
+        return f"no step ended{callback}", self.timeout, max(PATIENCE_SECONDS, 3 * self._longest)
 
     def _hear(self, number: signal.Signals, now: float) -> None:
         if self.request is None:
@@ -212,7 +204,7 @@ class Watchdog:
             places = "".join(f"\nthread {name}:\n{''.join(traceback.format_stack(f))}" for name, f in stacks)
             log.log(logging.CRITICAL if code == 1 else logging.WARNING, "%s. Where its threads are:%s", reason, places)
 
-        deadline = time.monotonic() + (LAST_WORDS_SECONDS if code == 1 else AT_ONCE_SECONDS)
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
         for thread in (_aside(say), _aside(note)):
             thread.join(max(0.0, deadline - time.monotonic()))
         if outcome == "preempted":

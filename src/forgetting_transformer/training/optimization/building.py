@@ -1,35 +1,33 @@
-"""The optimizer that the config names, with checks; groups of parameters; several optimizers as one."""
+"""The optimizer that the config names, with checks; groups of parameters."""
 
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from forgetting_transformer.model.block import DecoderBlock
 from forgetting_transformer.plugins import OPTIMIZERS
 from forgetting_transformer.training.config import ConfigError, OptimizerConfig, TrainConfig
 
 
-def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """
+def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConfig) -> Optimizer:
+    """Builds the optimizer from the parameters that the strategy left behind: sharding replaces them.
+
     Raises:
-        ConfigError: it is no PyTorch optimizer, which would show only when the run is continued.
+        ConfigError: it is no PyTorch optimizer, which would show only when the run is continued, or does not hold
+            exactly the model's trained parameters.
     """
     named_by("optimizer.lr_scale_for", config.lr_scale_for, trainable(model))
     optimizer = OPTIMIZERS.get(config.name).build(model, undecayed, config)
-    if (
-        not isinstance(optimizer, torch.optim.Optimizer)
-        or "closure" not in inspect.signature(optimizer.step).parameters
-    ):
+    if not (isinstance(optimizer, Optimizer) and "closure" in inspect.signature(optimizer.step).parameters):
         raise ConfigError(
             f"optimizer.name={config.name!r} made a {type(optimizer).__name__}; it must be a torch.optim.Optimizer "
             "whose step takes closure=None"
         )
+    check_owns(model, optimizer, config.name)
     if config.lr_scale_for and not any("lr_scale" in group for group in optimizer.param_groups):
         raise ConfigError(
             f"optimizer.lr_scale_for={config.lr_scale_for} has no effect with optimizer.name={config.name!r}, which "
@@ -38,7 +36,7 @@ def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConf
     return optimizer
 
 
-def check_owns(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> None:
+def check_owns(model: nn.Module, optimizer: Optimizer, name: str) -> None:
     """Refuses an optimizer that leaves parameters untrained in silence, as one that was built before sharding.
 
     Args:
@@ -51,46 +49,11 @@ def check_owns(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) ->
     used = {id(p): key for key, p in model.named_parameters() if p.requires_grad}
     left_out, foreign = [key for parameter, key in used.items() if parameter not in owned], len(owned - used.keys())
     if left_out or foreign:
-        first = f", such as {left_out[0].removeprefix('_forward_module.').removeprefix('module.')}" if left_out else ""
+        first = f", such as {left_out[0]}" if left_out else ""
         raise ConfigError(
             f"optimizer.name={name!r} leaves out {len(left_out)} of the model's {len(used)} parameter tensors{first}, "
             f"and holds {foreign} that are not the model's; give it all of model.parameters(), and no copies"
         )
-
-
-class CombinedOptimizer(Optimizer):
-    """Steps one optimizer after the other. Groups and state are those of all, so that a checkpoint holds every moment.
-
-    Args:
-        optimizers: whose parameters do not overlap.
-    """
-
-    def __init__(self, *optimizers: Optimizer) -> None:
-        self._optimizers = optimizers
-        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
-        self._share()
-
-    def _share(self) -> None:
-        """Lets the parts use the groups and the state of the whole."""
-        first = 0
-        for optimizer in self._optimizers:
-            last = first + len(optimizer.param_groups)
-            optimizer.param_groups, optimizer.state = self.param_groups[first:last], self.state
-            first = last
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._share()
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for optimizer in self._optimizers:
-            optimizer.step()
-        return loss
 
 
 def named_by(key: str, patterns: Sequence[str], names: Iterable[str], of: str = "parameter of the model") -> set[str]:
@@ -144,16 +107,6 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def block_matrices(model: nn.Module, undecayed: set[str]) -> dict[str, nn.Parameter]:
-    """The weight matrices of the decoder's blocks, by name: no embeddings, output layer, norms, biases or kernels."""
-    inside = {f"{name}." for name, module in model.named_modules() if isinstance(module, DecoderBlock)}
-    return {
-        name: parameter
-        for name, parameter in trainable(model).items()
-        if parameter.ndim == 2 and name not in undecayed and any(name.startswith(block) for block in inside)
-    }
-
-
 def group_parameters(named: dict[str, nn.Parameter], undecayed: set[str], config: Any) -> list[dict]:
     """Parameter groups with weight decay and without, each with `optimizer.lr_scale` and without.
 
@@ -162,13 +115,15 @@ def group_parameters(named: dict[str, nn.Parameter], undecayed: set[str], config
     Args:
         config: a section `optimizer` with `weight_decay`.
     """
-    scaled = {name for name in named if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.lr_scale_for)}
+    grouped: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in named.items():
+        is_scaled = any(fnmatch.fnmatchcase(name, pattern) for pattern in config.lr_scale_for)
+        grouped.setdefault((is_scaled, name in undecayed), []).append(parameter)
     groups = []
-    for names, scale in ((named.keys() - scaled, {}), (scaled, {"lr_scale": config.lr_scale})):
-        for decay, decayed in ((config.weight_decay, True), (0.0, False)):
-            chosen = [p for name, p in named.items() if name in names and (name not in undecayed) == decayed]
-            if chosen:
-                groups.append({"params": chosen, "weight_decay": decay, **scale})
+    for (is_scaled, is_undecayed), parameters in sorted(grouped.items(), key=lambda item: item[0]):
+        scale = {"lr_scale": config.lr_scale} if is_scaled else {}
+        decay = 0.0 if is_undecayed else config.weight_decay
+        groups.append({"params": parameters, "weight_decay": decay, **scale})
     return groups
 
 

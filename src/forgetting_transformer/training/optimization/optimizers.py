@@ -66,12 +66,8 @@ def muon(model: "nn.Module", undecayed: set[str], config: MuonConfig) -> "torch.
     """Muon (Jordan et al. 2024, torch.optim.Muon) for the matrices of the blocks, AdamW for all other parameters."""
     import torch
 
-    from forgetting_transformer.training.optimization.building import (
-        CombinedOptimizer,
-        block_matrices,
-        group_parameters,
-        trainable,
-    )
+    from forgetting_transformer.training.optimization.building import group_parameters, trainable
+    from forgetting_transformer.training.optimization.muon import CombinedOptimizer, block_matrices
 
     matrices = block_matrices(model, undecayed)
     others = {name: parameter for name, parameter in trainable(model).items() if name not in matrices}

@@ -7,7 +7,7 @@ zero therefore moves nothing but AdamW's moments.
 import math
 from collections.abc import Callable
 
-from forgetting_transformer.plugins import SCHEDULES, UnknownComponentError
+from forgetting_transformer.plugins import SCHEDULES
 from forgetting_transformer.training.config import ConfigError, ScheduleConfig
 
 Schedule = Callable[[int], float]
@@ -17,12 +17,9 @@ def build_schedule(config: ScheduleConfig, peak_lr: float) -> Schedule:
     """The schedule that `config` names, as a function from training tokens to the learning rate.
 
     Raises:
-        ConfigError: an unknown name, or lengths that do not fit into each other.
+        ConfigError: lengths that do not fit into each other.
     """
-    try:
-        return SCHEDULES.get(config.name).build(config, peak_lr)
-    except UnknownComponentError as error:
-        raise ConfigError(str(error)) from error
+    return SCHEDULES.get(config.name).build(config, peak_lr)
 
 
 def _with_warmup(config: ScheduleConfig, peak_lr: float, decay: Callable[[float], float] | None) -> Schedule:

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forgetting_transformer import console
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.execution import hardware
 from forgetting_transformer.training.parallel.sharding import Sharded
 
 log = logging.getLogger(__name__)
@@ -32,7 +31,6 @@ def launch(config: Config) -> Fabric:
     """
     under_cli = os.environ.get("LT_CLI_USED") == "1"
     console.die_with_launcher()
-    _check_gpus(config)
     processes = expected_world_size(config)
     # The run's log replaces Lightning's banner; Lightning's warnings would come twice, by its handler and that log's.
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
@@ -67,19 +65,6 @@ def launch(config: Config) -> Fabric:
     ranks_per_node = max(1, fabric.world_size // int(os.environ.get("LT_NUM_NODES", 1)))
     torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // ranks_per_node)))
     return fabric
-
-
-def _check_gpus(config: Config) -> None:
-    """
-    Raises:
-        ConfigError: requested GPUs are missing.
-    """
-    accelerator = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
-    if accelerator in ("cuda", "gpu") and (problem := hardware.missing_gpu()):
-        raise ConfigError(
-            f"fabric.accelerator={accelerator} asks for GPUs. {problem}; or train on the CPU with "
-            "fabric.accelerator=cpu (`fabric run`: --accelerator cpu)"
-        )
 
 
 def expected_world_size(config: Config) -> int:

@@ -1,1 +1,1 @@
-"""Files that a run writes beside its checkpoints: its folder, logs, metrics, losses by position."""
+"""Files that a run writes beside its checkpoints: folder, descriptions, logs, metrics, losses by position."""

@@ -5,14 +5,11 @@ import logging
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from forgetting_transformer import console
 from forgetting_transformer.training.records.run_directory import RunDirectory
-
-log = logging.getLogger(__name__)
 
 #: Marks a record of the log that a live bar shows too.
 ON_THE_BAR = "on_the_bar"
@@ -68,8 +65,3 @@ def start_logging(directory: RunDirectory, rank: int) -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     # Newer releases of transformers warn about the only names that older ones have.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing_(en|dis)able.* is deprecated")
-    sys.excepthook = _log_uncaught
-
-
-def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    log.critical("the run stopped", exc_info=(kind, error, trace))

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,21 @@ import numpy as np
 
 from forgetting_transformer.files import naming, replacing, write_atomically
 from forgetting_transformer.metric_names import RESUME, name_of
-from forgetting_transformer.training.records.run_directory import KINDS, RunDirectory
+from forgetting_transformer.training.records.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """Writes reports of one run to its files. Other files in its folders are left alone.
+    """Writes reports of one run to its files.
 
     Args:
         directory: the run's folder.
         resume_step: training tokens of the checkpoint the run continues from, 0 for a new run.
-        kinds: of lines and arrays that are written besides KINDS.
     """
 
-    def __init__(self, directory: RunDirectory, resume_step: int, kinds: Iterable[str] = ()) -> None:
+    def __init__(self, directory: RunDirectory, resume_step: int) -> None:
         self.directory = directory
-        self.kinds = {*KINDS, *kinds}
         #: Receivers of every report besides the files, with methods `log(step, values)` and `close()`, which raise
         #: nothing.
         self.sinks: list[Any] = []
@@ -42,31 +39,23 @@ class MetricsLog:
         for file in self.files():
             # An earlier continuation from this very checkpoint has left its line too.
             truncate(file, resume_step - 1 if file.stem == RESUME else resume_step)
-        for kind in self.kinds:
-            for file in (directory.npz / kind).glob("step-*.npz"):
-                name = re.fullmatch(r"step-(\d{15})\.npz", file.name)
-                if name and int(name[1]) > resume_step:
-                    file.unlink()
+        for file in directory.npz.glob("*/step-*.npz"):
+            name = re.fullmatch(r"step-(\d{15})\.npz", file.name)
+            if name and int(name[1]) > resume_step:
+                file.unlink()
 
     def files(self) -> list[Path]:
         """The files of lines that the run has written so far, by name."""
-        return [file for kind in sorted(self.kinds) if (file := _file(self.directory, kind)).exists()]
+        return sorted(self.directory.jsonlines.glob("*.jsonl"))
 
     def report(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Appends one object to `jsonlines/<kind>.jsonl` and hands it to the sinks.
+        """Appends one object to `jsonlines/<kind>.jsonl` and hands it to the sinks. Names get the kind before them.
 
         Raises:
-            ValueError, TypeError: the values hide the line's step, or are not JSON.
+            TypeError: the values are not JSON.
         """
-        if "step" in values:
-            raise ValueError(
-                f"a line of {kind!r} has the key 'step', which is the training tokens of the line; use another"
-            )
-        try:
-            line = json.dumps({"step": step, **values}) + "\n"
-        except TypeError as error:
-            types = {key: type(value).__name__ for key, value in values.items()}
-            raise TypeError(f"a line of {kind!r} is not JSON ({error}): {types}; give numbers and texts") from error
+        values = _named(kind, values)
+        line = json.dumps({"step": step, **values}) + "\n"
         path = _file(self.directory, kind)
         with naming(path), path.open("a", encoding="utf-8") as file:
             file.write(line)
@@ -86,18 +75,12 @@ class MetricsLog:
         file = _file(self.directory, kind)
         return file.is_file() and any(entry["step"] == step for entry in read_lines(file))
 
-    def report_once(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Reports facts about the whole run, if no earlier start has; names get `kind` as their prefix."""
-        file = _file(self.directory, kind)
-        if not file.is_file() or not read_lines(file):
-            self.report(kind, step, prefixed(kind, values))
-
     def report_arrays(self, kind: str, step: int, arrays: dict[str, Any]) -> None:
         """Writes `npz/<kind>/step-<step>.npz`, of arrays and numbers, without texts; the step is in the file too."""
         folder = self.directory.npz / kind
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / f"step-{step:015d}.npz", durable=False) as stream:
-            numbers = {name: value for name, value in arrays.items() if not isinstance(value, str)}
+            numbers = {name: value for name, value in _named(kind, arrays).items() if not isinstance(value, str)}
             np.savez_compressed(stream, step=step, **numbers)
 
     def flush(self) -> None:
@@ -115,7 +98,7 @@ def _file(directory: RunDirectory, kind: str) -> Path:
     return directory.jsonlines / f"{kind}.jsonl"
 
 
-def prefixed(kind: str, values: dict[str, Any]) -> dict[str, Any]:
+def _named(kind: str, values: dict[str, Any]) -> dict[str, Any]:
     """Values under names that no other kind has: wandb keeps one row per step for all kinds."""
     return {name if "/" in name else name_of(kind, name): value for name, value in values.items()}
 
@@ -133,8 +116,10 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 def truncate(file: Path, step: int) -> None:
     """Drops the lines past `step`, all at once, and damaged ones."""
-    entries = read_lines(file)
-    if (damaged := file.read_bytes().count(b"\n") - len(entries)) > 0:
+    entries, content = read_lines(file), file.read_bytes()
+    if not entries and content.endswith(b"\n"):
+        return  # somebody else's
+    if (damaged := content.count(b"\n") - len(entries)) > 0:
         log.warning("%s: %d damaged lines are left out", file, damaged)
     write_atomically(file, "".join(json.dumps(entry) + "\n" for entry in entries if entry["step"] <= step))
 

@@ -1,15 +1,8 @@
 """Files of a run under `output_dir`, and who may write there. docs/operations.md draws the tree.
 
-`status.json` has the state of the last start, for schedulers and people:
-
-starting    it reads the corpus, builds the model, loads a checkpoint; if its process is gone it was killed
-running     it trains; if its process is gone it was killed
-done        trained to train.max_tokens
-preempted   stopped by a signal, saved if there was anything to save; the same command continues
-failed      stopped by an error; mend what the reason names, then the same command continues
-
-The status of an earlier start is replaced as soon as rank 0 holds the run's folder, before anything is built; with
-resume=false when the earlier run is moved aside.
+`status.json` has the state of the last start, for schedulers and people; docs/operations.md lists the states. It is
+replaced as soon as rank 0 holds the run's folder, before anything is built; with resume=false when the earlier run is
+moved aside.
 """
 
 import contextlib
@@ -25,18 +18,12 @@ from forgetting_transformer.command_line import CommandError
 from forgetting_transformer.console import redact
 from forgetting_transformer.files import explain, locked, write_atomically
 
-PREVIOUS = "previous"
 #: All that a run, its plots and wandb write there, besides `run.lock` and `previous/`. All else belongs to others. In
 #: the order in which they are moved aside: first what may be a mount and cannot be moved, last `metrics`, which refuse
 #: a start that would not find the checkpoints. The lock, by which the run is recognised, is not moved.
 OWN_NAMES = (
     "checkpoints", "logs", "tokenizer", "plots", "traces", "wandb", "goodput.json", "model.txt", "decay_params.txt",
     "no_decay_params.txt", "status.json", "config.yaml", "starts.jsonl", "metrics",
-)  # fmt: skip
-#: All kinds of lines that a run writes. Only files of these names are the run's to cut and to read back.
-KINDS = (
-    names.TRAIN, names.NORM, names.THROUGHPUT, names.GOODPUT, names.TRAIN_EVAL, names.VAL, names.CHECKPOINT,
-    names.BAD_STEP, names.RESUME, names.TRAIN_DATA_INFO, names.VAL_DATA_INFO, names.MODEL_INFO,
 )  # fmt: skip
 #: Folders in which other programs write too, such as a scheduler its logs; a start only adds to them.
 _SHARED = ("logs", "plots", "traces", "wandb")
@@ -84,11 +71,6 @@ class RunDirectory:
         """Whether the authors' code trained here."""
         return any(self.checkpoints.glob("step-*.pt"))
 
-    @property
-    def is_corpus(self) -> bool:
-        """Whether this folder has token arrays, as those of scripts/prepare_data.py and LongCrawl64 do."""
-        return (self.root / "manifest.json").is_file() or any(self.root.glob("*.zarr"))
-
     def check_ours(self, resume: bool) -> None:
         """Checks that a start changes, or with `resume=False` moves, only files that a run wrote.
 
@@ -100,8 +82,6 @@ class RunDirectory:
                 f"output_dir={self.root} is a run of the authors' code: make a run of it in another folder with "
                 "scripts/import_checkpoint.py and continue that, or choose another output_dir"
             )
-        if self.is_corpus and not (resume and self.is_run):
-            raise RunDirectoryError(f"output_dir={self.root} is a folder of token arrays; choose another output_dir")
         held = [name for name in OWN_NAMES if os.path.lexists(self.root / name) and not (resume and name in _SHARED)]
         if held and not self.is_run:
             raise RunDirectoryError(
@@ -199,7 +179,7 @@ class RunDirectory:
         entries = [self.root / name for name in OWN_NAMES if os.path.lexists(self.root / name)]
         if not entries:
             return None
-        target = self.root / PREVIOUS / time.strftime("%Y%m%d-%H%M%S")
+        target = self.root / "previous" / time.strftime("%Y%m%d-%H%M%S")
         target.mkdir(parents=True, exist_ok=True)
         for entry in entries:
             try:
@@ -214,25 +194,3 @@ class RunDirectory:
                     "must be unmounted) and start the same command again, or choose another output_dir"
                 ) from error
         return target
-
-
-def belongs_to(folder: Path) -> str | None:
-    """Relation of a folder to a run or a corpus, such as "is the folder of a training run"; None if it is neither's.
-
-    What a link leads to counts as well: the checkpoints of a run may lie elsewhere.
-    """
-    for path in dict.fromkeys((Path(os.path.realpath(folder)), Path(os.path.abspath(folder)))):
-        here = RunDirectory(path)
-        if here.is_run or here.is_official:
-            return "is the folder of a training run"
-        if here.is_corpus:
-            return "is a folder of token arrays"
-        if any(path.glob("step-*/trainer.json")) or any(path.glob("step-*.pt")):
-            return "is a folder of checkpoints"
-        for part in (path, *path.parents):
-            above = RunDirectory(part.parent)
-            if part.name in OWN_NAMES and (above.is_run or above.is_official):
-                return f"is a part of the training run {above.root}"
-            if part.suffix == ".zarr" or (part.name == "tokenizer" and above.is_corpus):
-                return f"is a part of the corpus {above.root}"
-    return None

@@ -6,7 +6,7 @@ the others receive them from it. Only config.json and safetensors are read, so n
 
 import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric import Fabric
@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.data.corpus import Corpus
+from forgetting_transformer.data.model_tokenizer import load_tokenizer
 from forgetting_transformer.data.vocabulary import other_token, tokens_of
 from forgetting_transformer.files import read_json
-from forgetting_transformer.model import registry
-from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.counters import Origin
@@ -33,70 +32,58 @@ _FROM_THE_HUB = ["config.json", "*.safetensors", MARK, "tokenizer*", "*.txt", "*
 _HEADS = ("num_heads", "num_kv_heads", "head_dim", "n_groups", "expand_ratio")
 
 
-class InitialWeights(NamedTuple):
-    """Weights of the model that `init_from` names, as far as they fit.
-
-    Attributes:
-        tensors: by name; on rank 0 only.
-        record: where they come from, as the run's checkpoints keep it.
-        fresh: tensors of the model in training that keep what was drawn for them.
-    """
-
-    tensors: dict[str, Tensor]
-    record: dict[str, Any]
-    fresh: list[str]
-
-    def fill(self, model: nn.Module) -> None:
-        """Copies them into a model on the CPU; called by all ranks, and the same on each."""
-        group = dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
-        for name, own in model.state_dict().items():
-            if name in self.tensors:
-                own.copy_(self.tensors.pop(name))
-            if group is not None and name not in self.fresh:
-                dist.broadcast(own, src=0, group=group)
-        if group is not None:
-            dist.destroy_process_group(group)
-
-
-def on_all_ranks(config: Config, fabric: Fabric, data: Corpus, model: nn.Module, origin: Origin) -> InitialWeights:
+def read(
+    config: Config, fabric: Fabric, data: Corpus, model: nn.Module, origin: Origin
+) -> tuple[dict[str, Tensor], list[str]]:
     """Reads the weights of `init_from` for a model on rank 0, which alone needs the folder; describes them in `origin`.
 
     Args:
         model: that the run trains; only names and shapes of its tensors are looked at, so it may be on "meta".
 
+    Returns:
+        Tensors by name, on rank 0 only; and the names of the model's tensors that keep what is drawn for them.
+
     Raises:
         ConfigError: it cannot be read, or does not fit and `init_allow` does not allow that.
     """
-    mine = on_rank_zero(fabric, lambda: _read(config, model, data.train_info(), data.folder))
-    record = fabric.broadcast(mine.record if mine else {})
-    known = f" ({record['step']:,} tokens, of {record['tag']})" if "step" in record else ""
-    lists = {"fresh": record.get("fresh", []), "not used": record.get("unused", [])}
-    rest = "".join(f"; {title}: {', '.join(names)}" for title, names in lists.items() if names)
-    origin.text, origin.weights_from = f"a new run, weights from {record['source']}{known}{rest}", record
-    return mine or InitialWeights({}, record, lists["fresh"])
+    found = on_rank_zero(fabric, lambda: _read(config, model, data.train_info(), data.folder))
+    tensors, fresh, text = found or ({}, [], "")
+    fresh, origin.text = fabric.broadcast((fresh, text))
+    return tensors, fresh
 
 
-def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> InitialWeights:
+def fill(model: nn.Module, tensors: dict[str, Tensor], fresh: list[str]) -> None:
+    """Copies what `read` returned into a model on the CPU; called by all ranks, and the same on each."""
+    group = dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
+    for name, own in model.state_dict().items():
+        if name in tensors:
+            own.copy_(tensors.pop(name))
+        if group is not None and name not in fresh:
+            dist.broadcast(own, src=0, group=group)
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
+def _read(config: Config, model: Any, data: DataInfo, corpus: Path) -> tuple[dict[str, Tensor], list[str], str]:
     log.info("reading the initial weights: %s", config.init_from)
     try:
         source = str(config.init_from)
         folder = find_model(source, _FROM_THE_HUB)
-        record: dict[str, Any] = {"source": source, "revision": folder.name}
-        if folder == Path(source).expanduser():
-            record = {"source": str(folder.absolute())}
-        if mark := read_mark(folder):
-            record |= {"step": mark["checkpoint"], "tag": mark["tag"]}
+        is_local = folder == Path(source).expanduser()
+        where = str(folder.absolute()) if is_local else f"{source}, revision {folder.name}"
         fields, tensors = read_json(folder / "config.json"), read_weights(folder)
         _check_heads(fields, config, model)
         fresh, unused = _unmatched(tensors, fields, config, model, _other_vocabulary(folder, fields, data, corpus))
         fitting = {name: tensor for name, tensor in tensors.items() if name not in {*fresh, *unused}}
-        check_finite(fitting.items(), record["source"])
+        check_finite(fitting.items(), where)
     except ConfigError:
         raise
     except Exception as error:  # of a damaged file, of the hub's client, of a tokenizer
         raise ConfigError(f"init_from={config.init_from}: {one_line(error)}") from error
-    record |= {key: names for key, names in (("fresh", fresh), ("unused", unused)) if names}
-    return InitialWeights(fitting, record, fresh)
+    mark, lists = read_mark(folder), {"fresh": fresh, "not used": unused}
+    known = f" ({mark['checkpoint']:,} tokens, of {mark['tag']})" if mark else ""
+    rest = "".join(f"; {title}: {', '.join(names)}" for title, names in lists.items() if names)
+    return fitting, fresh, f"a new run, weights from {where}{known}{rest}"
 
 
 def _unmatched(
@@ -142,17 +129,13 @@ def _unmatched(
 
 
 def _check_heads(fields: dict[str, Any], config: Config, model: Any) -> None:
-    """
-    Raises:
-        ConfigError: the model would read the weights as those of other heads; shapes need not show it.
-    """
+    """Raises ConfigError where the model would read weights as those of other heads, which shapes need not show."""
     kind = type(model.config)
     if fields.get("model_type") != kind.model_type:
         return  # what two architectures share has other names than their mixers
-    # Files leave out what has its default.
-    theirs = kind(**{key: fields[key] for key in registry.fields_of(kind) & fields.keys()})
-    # Samba's are in a dictionary of its configuration.
-    old, new = ({**vars(fields), **(getattr(fields, "attn", None) or {})} for fields in (theirs, model.config))
+    # Files leave out what has its default. Samba's are in a dictionary of its configuration.
+    both = (kind.from_dict(fields), model.config)
+    old, new = ({**vars(known), **(getattr(known, "attn", None) or {})} for known in both)
     if wrong := [f"{key}={old.get(key)} (not {new.get(key)})" for key in _HEADS if old.get(key) != new.get(key)]:
         raise ConfigError(
             f"init_from={config.init_from} does not fit: set what its model was trained with in model.config: "

@@ -12,6 +12,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint.folder import steps_in
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.errors import TrainingError
-from forgetting_transformer.training.faults.failures import Start
+from forgetting_transformer.training.faults.failures import Supervisor
 from forgetting_transformer.training.records.metrics import duration
 from forgetting_transformer.training.records.run_directory import RunDirectory
 from forgetting_transformer.training.trainer import Trainer
@@ -61,8 +62,8 @@ def preflight(config: Config) -> None:
             wandb=dataclasses.replace(config.wandb, mode="disabled"),
             **begins,
         )
-        with Start(trial) as start:
-            trainer = Trainer(trial, start)
+        with Supervisor(trial) as supervisor:
+            trainer = Trainer(trial, supervisor)
             _check(trainer, directory.root)
             _compare(trainer)
 
@@ -127,61 +128,56 @@ def _check(trainer: Trainer, place: Path) -> None:
 def _compare(trainer: Trainer) -> None:
     """Times steps with each micro-batch, with activation checkpointing and without, and prints the fastest that fits.
 
-    Neither changes what is trained. Sizes ascend up to where the next would not fit: a rank that has no memory ends in
-    the middle of a step, in which others wait for it.
+    Neither changes what is trained.
+    """
+    say = print if trainer.fabric.is_global_zero else lambda *_, **__: None
+    say(f"\n{'checkpointing':<15}{'grad_acc_tokens':<17}{'tokens/s':<12}memory", flush=True)
+    timed = []
+    for speed, tokens, checkpointing, memory in _timings(trainer):
+        said = f"{speed:,.0f}" if speed else "-"
+        say(f"{'yes' if checkpointing else 'no':<15}{tokens:<17,}{said:<12}{memory}", flush=True)
+        timed.append((speed, tokens, checkpointing))
+    speed, tokens, checkpointing = max(timed)
+    if speed:
+        how = f"train.grad_acc_tokens={tokens} train.gradient_checkpointing={str(checkpointing).lower()}"
+        say(f"\nfastest that fits ({speed:,.0f} tokens/s):\n  {how}", flush=True)
+
+
+def _timings(trainer: Trainer) -> Iterator[tuple[float, int, bool, str]]:
+    """Yields tokens per second (0 where memory ran out), tokens of the micro-batch, checkpointing, and peak memory.
+
+    Sizes ascend up to where the next would not fit: a rank that has no memory ends in the middle of a step, in which
+    others wait for it.
     """
     fabric, ranks, train, data = trainer.fabric, trainer.ranks, trainer.config.train, trainer.config.datamodule
     batch = fabric.to_device(next(iter(trainer.data.train_loader(0, 1, ranks.data_rank, ranks.data_size))))
     with_graphs, most = trainer.graphs.on, _MOST_MEMORY * _memory(fabric.device)[1]
-    timed: list[tuple[float, int, bool]] = []
-
-    def say(line: str) -> None:
-        if fabric.is_global_zero:
-            print(line, flush=True)
-
-    def compare(checkpointing: bool, sequences: int) -> int:
-        """Times a micro-batch; returns the memory that it took beyond weights and moments, in bytes."""
-        train.grad_acc_tokens = sequences * data.train_batch_len
-        for _ in range(3 if trainer.graphs.on else 1):
-            _seconds(trainer, batch)  # compiles; CUDA graphs warm up and are recorded
-        if most:
-            torch.cuda.reset_peak_memory_stats(fabric.device)
-        step = statistics.median(_seconds(trainer, batch) for _ in range(_COMPARED_STEPS))
-        speed, peak = trainer.tokens_per_step / step, _memory(fabric.device)[0]
-        timed.append((speed, train.grad_acc_tokens, checkpointing))
-        memory = size_in_words(peak) if most else "-"
-        say(f"{'yes' if checkpointing else 'no':<15}{train.grad_acc_tokens:<17,}{speed:<12,.0f}{memory}")
-        trainer.optimizer.zero_grad()
-        return peak - torch.cuda.memory_allocated(fabric.device) if most else 0
-
-    def compare_all() -> None:
-        sizes = divisors(len(batch["input_ids"]))
-        # The host keeps the tensors that checkpointing keeps.
-        for checkpointing in (True,) if train.block_inputs_on_host else (True, False):
-            trainer.model.module.checkpoint_activations(checkpointing)
-            trainer.graphs.on = with_graphs and not checkpointing
-            for sequences, following in zip(sizes, [*sizes[1:], 0], strict=True):
-                try:
-                    taken = compare(checkpointing, sequences)
-                except torch.OutOfMemoryError:
-                    say(f"{'yes' if checkpointing else 'no':<15}{train.grad_acc_tokens:<17,}{'-':<12}out of memory")
-                    if fabric.world_size > 1:
-                        return  # DDP and FSDP cannot go on after half a step
-                    break
-                held = _memory(fabric.device)[0] - taken
-                full = torch.tensor(float(held + taken * following / sequences > most > 0), device=fabric.device)
-                trainer.sum_over_ranks(full)
-                if full:
-                    break
-
-    say(f"\n{'checkpointing':<15}{'grad_acc_tokens':<17}{'tokens/s':<12}memory")
-    compare_all()
-    if timed:
-        speed, tokens, how = max(timed)
-        say(
-            f"\nfastest that fits ({speed:,.0f} tokens/s):\n  train.grad_acc_tokens={tokens} "
-            f"train.gradient_checkpointing={str(how).lower()}"
-        )
+    sizes = divisors(len(batch["input_ids"]))
+    # The host keeps the tensors that checkpointing keeps.
+    for checkpointing in (True,) if train.block_inputs_on_host else (True, False):
+        trainer.model.module.checkpoint_activations(checkpointing)
+        trainer.graphs.on = with_graphs and not checkpointing
+        for sequences, following in zip(sizes, [*sizes[1:], 0], strict=True):
+            tokens = train.grad_acc_tokens = sequences * data.train_batch_len
+            try:
+                for _ in range(3 if trainer.graphs.on else 1):
+                    _seconds(trainer, batch)  # compiles; CUDA graphs warm up and are recorded
+                if most:
+                    torch.cuda.reset_peak_memory_stats(fabric.device)
+                step = statistics.median(_seconds(trainer, batch) for _ in range(_COMPARED_STEPS))
+            except torch.OutOfMemoryError:
+                yield 0.0, tokens, checkpointing, "out of memory"
+                if fabric.world_size > 1:
+                    return  # DDP and FSDP cannot go on after half a step
+                break
+            peak = _memory(fabric.device)[0]
+            yield trainer.tokens_per_step / step, tokens, checkpointing, size_in_words(peak) if most else "-"
+            trainer.optimizer.zero_grad()
+            held = torch.cuda.memory_allocated(fabric.device) if most else 0  # weights and moments
+            full = torch.tensor(float(held + (peak - held) * following / sequences > most > 0), device=fabric.device)
+            trainer.sum_over_ranks(full)
+            if full:
+                break
 
 
 def _seconds(trainer: Trainer, batch: dict[str, torch.Tensor]) -> float:
@@ -191,7 +187,7 @@ def _seconds(trainer: Trainer, batch: dict[str, torch.Tensor]) -> float:
     began = time.perf_counter()
     trainer.step(batch)
     setup.synchronize(device)
-    trainer.watchdog.starting("preflight")
+    trainer.watchdog.enter_stage("preflight")
     return time.perf_counter() - began
 
 
@@ -211,4 +207,4 @@ def _evaluate(trainer: Trainer) -> None:
     with ranks.share():
         trainer.model(**ranks.part_of(inputs))
     setup.synchronize(fabric.device)
-    trainer.watchdog.starting("preflight")
+    trainer.watchdog.enter_stage("preflight")

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from forgetting_transformer.hub_connection import only_cached
+from forgetting_transformer.data.storage.hub import only_cached
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, packaged
 
 #: A model's vocabulary is often padded to a round size. A tokenizer with fewer than this share of its ids belongs to

@@ -57,18 +57,9 @@ def find_checkpoint(config: Config, run: RunDirectory, fabric: Fabric) -> Origin
     directory = RunDirectory(config.fork_dir)
     checkpoint = _newest(fabric, directory.checkpoints, config.fork_step)
     if checkpoint is None:
-        if directory.is_official:
-            raise CheckpointError(
-                f"fork_dir={config.fork_dir} is a run of the authors' code; make a run of it with "
-                "scripts/import_checkpoint.py first, and continue or fork that"
-            )
         raise CheckpointError(
-            f"fork_step={config.fork_step}: no valid checkpoint of that many tokens in {directory.checkpoints}; it "
-            + (
-                f"holds {checkpoints.steps_in(directory.checkpoints) or 'nothing'}"
-                if directory.checkpoints.is_dir()
-                else "does not exist"
-            )
+            f"fork_step={config.fork_step}: no valid checkpoint of that many tokens in {directory.checkpoints}, which "
+            f"holds {checkpoints.steps_in(directory.checkpoints) or 'none'}"
         )
     return Origin(checkpoint=checkpoint, forked=True)
 
@@ -115,13 +106,11 @@ def load(
     if not origin.forked:
         # The authors' code does not record it.
         origin.execution = Execution(**state["execution"]) if state["execution"] else None
-        origin.kinds = {*state.get("kinds", ())}
     # A list of checksums that is gone and comes back must be the one that the run began with.
     origin.data_checksums = data.checksums or (None if origin.forked else state.get("data_checksums"))
     how = "forked from" if origin.forked else "continuing from"
     log.info("%s %s", how, name)
     origin.text = f"{how} {name} ({checkpoint.step:,} tokens)"
-    origin.weights_from = state.get("weights_from")
     checkpointer.load(checkpoint, model, optimizer)
     origin.counters = Counters(**{counter.name: state[counter.name] for counter in fields(Counters)})
     origin.callback_state = {name: torch.from_numpy(array) for name, array in checkpoint.callback_state().items()}
@@ -137,7 +126,7 @@ def unreported(due: list[Callback], origin: Origin, metrics: MetricsLog | None, 
     if not step or not due:
         return []
     missing = on_rank_zero(
-        fabric, lambda: [c.name for c in due if metrics is not None and not metrics.has(c.kinds[0], step)]
+        fabric, lambda: [c.name for c in due if metrics is not None and not metrics.has(c.kind, step)]
     )
     missing = fabric.broadcast(missing) or []
     return [callback for callback in due if callback.name in missing]

@@ -20,7 +20,7 @@ from lightning.fabric.strategies import DDPStrategy
 from forgetting_transformer.command_line import installed_versions
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.files import append_durably, write_atomically
-from forgetting_transformer.metric_names import MODEL_INFO, RESUME, TRAIN_DATA_INFO, VAL_DATA_INFO, name_of
+from forgetting_transformer.metric_names import MODEL_INFO, RESUME, TRAIN_DATA_INFO, VAL_DATA_INFO
 from forgetting_transformer.training.faults.step_guard import decides_on_device
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.parallel.sharding import Sharded
@@ -50,16 +50,26 @@ def _data_description(info: DataInfo, local_batch_size: int, data_size: int) -> 
     }
 
 
-def _write_descriptions(trainer: TrainerInterface, info: dict[str, float]) -> None:
-    """Writes config.yaml, model.txt and the lists of parameters, and appends this start to starts.jsonl."""
-    directory, model = trainer.directory, trainer.model.module
-    root = directory.root
-    write_atomically(directory.config, yaml.safe_dump(trainer.resolved, sort_keys=False))
+def open_metrics(trainer: TrainerInterface) -> MetricsLog:
+    """Writes config.yaml, model.txt and the lists of parameters, appends this start to starts.jsonl, and begins or
+    continues the metrics; rank 0."""
+    config, step = trainer.config, trainer.counters.token_count
+    data, shares = config.datamodule, trainer.ranks.data_size
+    root, model = trainer.directory.root, trainer.model.module
+    parameters = [*model.parameters()]
+    total, embedding = sum(p.numel() for p in parameters), model.get_input_embeddings().weight.numel()
+    info = {
+        "total_params": total,
+        "trainable_params": sum(p.numel() for p in parameters if p.requires_grad),
+        "embedding_params": embedding,
+        "non_embedding_params": total - embedding,
+        "flops_per_token": trainer.flops_per_token,
+    }
+    write_atomically(trainer.directory.config, yaml.safe_dump(trainer.resolved, sort_keys=False))
     write_atomically(root / "model.txt", f"{model}\n{json.dumps(info, indent=1)}\n")
-    shapes = {name: f"{name} {tuple(p.shape)}\n" for name, p in model.named_parameters()}
-    decayed = [line for name, line in shapes.items() if name not in trainer.undecayed]
-    write_atomically(root / "decay_params.txt", "".join(decayed))
-    write_atomically(root / "no_decay_params.txt", "".join(shapes[n] for n in shapes if n in trainer.undecayed))
+    for file, decayed in (("decay_params.txt", True), ("no_decay_params.txt", False)):
+        listed = [(name, p) for name, p in model.named_parameters() if (name not in trainer.undecayed) is decayed]
+        write_atomically(root / file, "".join(f"{name} {tuple(p.shape)}\n" for name, p in listed))
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": trainer.counters.token_count,
@@ -68,39 +78,25 @@ def _write_descriptions(trainer: TrainerInterface, info: dict[str, float]) -> No
         **trainer.environment,
     }
     append_durably(root / "starts.jsonl", f"{json.dumps(start)}\n".encode())
-
-
-def open_metrics(trainer: TrainerInterface) -> MetricsLog:
-    """Writes the descriptions of a run, and begins or continues its metrics; rank 0."""
-    config, step = trainer.config, trainer.counters.token_count
-    data, shares = config.datamodule, trainer.ranks.data_size
-    parameters = [*trainer.model.module.parameters()]
-    total, embedding = sum(p.numel() for p in parameters), trainer.model.module.get_input_embeddings().weight.numel()
-    info = {
-        "total_params": total,
-        "trainable_params": sum(p.numel() for p in parameters if p.requires_grad),
-        "embedding_params": embedding,
-        "non_embedding_params": total - embedding,
-        "flops_per_token": trainer.flops_per_token,
-    }
-    _write_descriptions(trainer, info)
     tokenizer = trainer.data.folder / "tokenizer"
     if tokenizer.is_dir() and not trainer.directory.tokenizer.exists():  # so that an export needs the run alone
         shutil.copytree(tokenizer, trainer.directory.tokenizer)
-    metrics = MetricsLog(trainer.directory, step, trainer.kinds)
-    metrics.report(RESUME, step, {name_of(RESUME, "resume_step"): step})
+    metrics = MetricsLog(trainer.directory, step)
     local = data.train_batch_size // shares
-    metrics.report_once(TRAIN_DATA_INFO, step, _data_description(trainer.data_info, local, shares))
+    facts = {
+        RESUME: {"resume_step": step},
+        MODEL_INFO: info,
+        TRAIN_DATA_INFO: _data_description(trainer.data_info, local, shares),
+    }
     if not config.skip_eval:
-        described = _data_description(trainer.data.eval_info(), data.eval_local_batch_size, shares)
-        metrics.report_once(VAL_DATA_INFO, step, described)
-    metrics.report_once(MODEL_INFO, step, info)
+        facts[VAL_DATA_INFO] = _data_description(trainer.data.eval_info(), data.eval_local_batch_size, shares)
+    for kind, values in facts.items():
+        metrics.report(kind, step, values)
     return metrics
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Commit of the repository that holds `folder`, the uncommitted changes as a patch, and the names of files that git
-    does not know; {} outside a repository."""
+    """Commit of the repository that holds `folder`, and the uncommitted changes as a patch; {} outside a repository."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
@@ -116,8 +112,7 @@ def git_state(folder: Path) -> dict[str, Any]:
         return done.stdout
 
     try:
-        untracked = git("ls-files", "--others", "--exclude-standard", "--full-name", ":/").splitlines()
-        return {"commit": git("rev-parse", "HEAD").strip(), "patch": git("diff", "HEAD"), "untracked": untracked}
+        return {"commit": git("rev-parse", "HEAD").strip(), "patch": git("diff", "HEAD")}
     except (OSError, subprocess.SubprocessError):
         return {}
 
@@ -140,47 +135,31 @@ _WAITS = "; cannot skip a bad step on the device (found_inf): the host waits for
 
 def start_block(trainer: TrainerInterface) -> str:
     """The block for rank 0 of a trainer that is about to take its first step."""
-    config, data = trainer.config, trainer.config.datamodule
-    info = trainer.data_info
-    tokens = data.train_batch_size * data.train_batch_len
+    config, data, info = trainer.config, trainer.config.datamodule, trainer.data_info
+    done, tokens = trainer.counters.token_count, data.train_batch_size * data.train_batch_len
+    to_go = max(0, math.ceil(config.train.max_tokens / tokens) - trainer.counters.batch_count)
     local, sharing = data.train_batch_size // trainer.ranks.data_size, trainer.ranks.sharing
+    each = "process" if sharing == 1 else f"group of {sharing} processes"
     at_once = config.sequences_at_once(trainer.ranks.data_size)
     parameters = sum(p.numel() for p in trainer.model.module.parameters())
-    steps = math.ceil(config.train.max_tokens / tokens)
-    rows = [
-        ("model", f"{config.model.name}, {human_count(parameters)} parameters ({parameters:,})"),
-        ("corpus", f"{info.path}, {info.total_tokens:,} tokens in {info.documents:,} documents"),
-        (
-            "batch",
-            f"{data.train_batch_size:,} x {data.train_batch_len:,} = {tokens:,} tokens; each "
-            f"{'process' if sharing == 1 else f'group of {sharing} processes'} {local:,} sequences, {at_once:,} at a "
-            f"time{'' if sharing == 1 else ', each process a part of every sequence'}",
-        ),
-        (
-            "steps",
-            f"{max(0, steps - trainer.counters.batch_count):,} to go, to {config.train.max_tokens:,} tokens; "
-            f"{trainer.counters.token_count:,} are done",
-        ),
-        ("devices", _devices(trainer)),
-        ("precision", f"{config.fabric.precision}, strategy {_strategy(trainer)}"),
-        *((op, backend.text) for op, backend in trainer.backends.items()),
-        ("compiled", ("yes, with CUDA graphs" if trainer.graphs.on else "yes") if trainer.compiled else "no"),
-        ("optimizer", _section(config.optimizer) + ("" if decides_on_device(trainer.optimizer.optimizer) else _WAITS)),
-        ("schedule", _section(config.schedule)),
-        ("output_dir", str(trainer.directory.root)),
-        *((callback.name, callback.summary) for callback in trainer.callbacks if callback.summary),
-        ("start", trainer.origin.text),
-    ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
-
-
-def human_count(number: int) -> str:
-    """124337408 -> "124.3M"."""
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return str(number)
+    rows = {
+        "model": f"{config.model.name}, {parameters / 1e6:,.1f}M parameters ({parameters:,})",
+        "corpus": f"{info.path}, {info.total_tokens:,} tokens in {info.documents:,} documents",
+        "batch": f"{data.train_batch_size:,} x {data.train_batch_len:,} = {tokens:,} tokens; each {each} {local:,} "
+        f"sequences, {at_once:,} at a time",
+        "steps": f"{to_go:,} to go, to {config.train.max_tokens:,} tokens; {done:,} are done",
+        "devices": _devices(trainer),
+        "precision": f"{config.fabric.precision}, strategy {_strategy(trainer)}",
+        **{op: backend.text for op, backend in trainer.backends.items()},
+        "compiled": ("yes, with CUDA graphs" if trainer.graphs.on else "yes") if trainer.compiled else "no",
+        "optimizer": _section(config.optimizer) + ("" if decides_on_device(trainer.optimizer.optimizer) else _WAITS),
+        "schedule": _section(config.schedule),
+        "output_dir": str(trainer.directory.root),
+        **{callback.name: callback.summary for callback in trainer.callbacks if callback.summary},
+        "start": trainer.origin.text,
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
 
 
 def _devices(trainer: TrainerInterface) -> str:
@@ -192,7 +171,7 @@ def _devices(trainer: TrainerInterface) -> str:
     else:
         threads = torch.get_num_threads()
         device = f"{fabric.device.type}, {threads} thread{'s' * (threads != 1)} each"
-    return f"{fabric.world_size} x {device}; {fabric.world_size} process{'es' * (fabric.world_size != 1)}{where}"
+    return f"{fabric.world_size} x {device}{where}"
 
 
 def _strategy(trainer: TrainerInterface) -> str:
@@ -207,10 +186,4 @@ def _strategy(trainer: TrainerInterface) -> str:
 def _section(section: Any) -> str:
     """Name and keys of a section of the config, as a command line would set them, without those that are not set."""
     keys = {key: value for key, value in vars(section).items() if value not in (None, [])}
-    return ", ".join([keys.pop("name"), *(f"{key}={_written(value)}" for key, value in keys.items())])
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, bool | str | list):
-        return str(value).lower()
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    return ", ".join([keys.pop("name"), *(f"{key}={str(value).lower()}" for key, value in keys.items())])

@@ -6,9 +6,9 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
-from forgetting_transformer import hub_connection
-from forgetting_transformer.hub_connection import only_cached
-from forgetting_transformer.model_tokenizer import load_tokenizer
+from forgetting_transformer.data.model_tokenizer import load_tokenizer
+from forgetting_transformer.data.storage import hub
+from forgetting_transformer.data.storage.hub import only_cached
 from tests.waiting import HANG
 
 
@@ -16,9 +16,9 @@ from tests.waiting import HANG
 def hub_at(monkeypatch):
     """The process of a user who set nothing. Returns how to set the hub's address."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub_connection, "TIMEOUT", HANG)
-    monkeypatch.setattr(hub_connection.urllib.request, "getproxies", dict)
-    hub_connection._answers.cache_clear()
+    monkeypatch.setattr(hub, "TIMEOUT", HANG)
+    monkeypatch.setattr(hub.urllib.request, "getproxies", dict)
+    hub._answers.cache_clear()
     return lambda address: monkeypatch.setattr(constants, "ENDPOINT", address)
 
 
@@ -34,7 +34,7 @@ def test_a_hub_that_does_not_answer_is_not_asked_for_files(hub_at, closed_port, 
     hub_at(f"http://127.0.0.1:{closed_port}")
     with pytest.raises((OSError, ValueError), match="connect"):
         load_tokenizer("somebody/who-has-no-such-tokenizer")
-    (said,) = [record.message for record in caplog.records if record.name == hub_connection.__name__]
+    (said,) = [record.message for record in caplog.records if record.name == hub.__name__]
     assert said.startswith(f"127.0.0.1:{closed_port} cannot be reached (") and "in the local cache" in said
     assert not constants.HF_HUB_OFFLINE, "the user did not set it"
 
@@ -51,5 +51,5 @@ def test_who_is_offline_on_purpose_or_has_a_proxy_is_not_warned(hub_at, closed_p
     with monkeypatch.context() as offline:
         offline.setattr(constants, "HF_HUB_OFFLINE", True)
         assert not only_cached() and not caplog.records
-    monkeypatch.setattr(hub_connection.urllib.request, "getproxies", lambda: {"http": "http://proxy:3128"})
+    monkeypatch.setattr(hub.urllib.request, "getproxies", lambda: {"http": "http://proxy:3128"})
     assert not only_cached() and not caplog.records

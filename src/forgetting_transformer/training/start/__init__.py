@@ -1,1 +1,0 @@
-"""Before the first step: initial weights, resume, checks and the start block."""
