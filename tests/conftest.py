@@ -1,3 +1,4 @@
+import gc
 import math
 import os
 import re
@@ -25,6 +26,12 @@ def pytest_collection_modifyitems(config, items):
     left = _fast(left) if config.getoption("--fast") else left
     config.hook.pytest_deselected(items=[*{*items} - {*left}])
     items[:] = _slow_first(left, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: collections of garbage need not pass over it, nor come as often as by default."""
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 def _check_rare(items: list[pytest.Item]) -> None:

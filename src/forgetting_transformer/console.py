@@ -148,14 +148,14 @@ def exit_code(outcome: str) -> int:
     return PREEMPTED_EXIT_CODE
 
 
-def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = False) -> NoReturn:
+def fail(reason: str, trace: bool = False, once: bool = True, skip_cleanup: bool = False) -> NoReturn:
     """Logs why this process ends, and ends it with code 1.
 
     Args:
         reason: one line.
         trace: add the traceback of the exception being handled.
         once: the other processes of the node have probably failed for the same reason, so only the first logs it.
-        at_once: skip Python's clean-up, in which tensors on a failed GPU would abort the process.
+        skip_cleanup: leave out Python's clean-up, in which tensors on a failed GPU would abort the process.
     """
     report_outcome("failed")
     reason = redact(reason)
@@ -171,7 +171,7 @@ def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = Fa
         time.sleep(_SECONDS_FOR_THE_FIRST)
     if not speaks or not _has_log:
         print(text, file=sys.stderr)
-    if at_once:
+    if skip_cleanup:
         try:
             logging.shutdown()
             sys.stdout.flush()

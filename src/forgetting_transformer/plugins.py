@@ -59,7 +59,7 @@ class Registry(Generic[T]):
 
     Args:
         key: the config key that names one, such as "optimizer.name".
-        builtin: name: the module of this package that registers it when it is imported.
+        builtin: name -> the module of this package that registers it when it is imported.
     """
 
     def __init__(self, key: str, builtin: dict[str, str] | None = None) -> None:
@@ -156,7 +156,7 @@ def named_in(arguments: Sequence[str]) -> list[str]:
 
 
 def load(names: Iterable[str]) -> None:
-    """Imports these plug-ins. What is loaded already stays as it is.
+    """Imports these plug-ins; those that are loaded already stay as they are.
 
     Raises:
         PluginError: there is no such module, or it raises an error on import.

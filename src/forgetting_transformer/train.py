@@ -36,7 +36,7 @@ _composed: list[DictConfig] = []
 
 def main() -> None:
     """Runs the command line of this process. Whatever fails is one line, and ends the process with code 1."""
-    console.end_on_signals()  # until training hears them itself
+    console.end_on_signals()  # until training handles them itself
     command_line.take_any_text()
     # Read when PyTorch is loaded. By default threads of OpenMP spin at the end of every operation until all are there.
     # Beside other work one of them has to wait for a core, and a step takes several times as long.
@@ -50,14 +50,14 @@ def main() -> None:
     if "torch" not in sys.modules:  # as after a plug-in's import
         log.info("loading PyTorch")
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        # Silences DDP's warning about find_unused_parameters, which parallel/launch.py sets on purpose. With
-        # several nodes the warnings of this level tell when one cannot be reached.
+        # Silences DDP's warning about find_unused_parameters, which parallel/launch.py sets on purpose. With several
+        # nodes, warnings of this level stay: one says that a node cannot be reached.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     train(config)
 
 
 def compose_or_explain() -> training.Config | None:
-    """The config, held to its schema; None where Hydra has printed something instead, or has run a sweep."""
+    """The validated config; None where Hydra has printed something instead, or has run a sweep."""
     folders = [composition.config_dir()]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print
     try:
@@ -83,7 +83,7 @@ def compose_or_explain() -> training.Config | None:
 
 @hydra.main(version_base="1.3", config_path=str(composition.config_dir()), config_name="config")
 def compose(composed: DictConfig) -> None:
-    """Called by Hydra with what it has composed, for `compose_or_explain`."""
+    """Keeps the config that Hydra has composed, for `compose_or_explain`."""
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         # Another launcher than this project's calls this function for each job.
         train(training.parse(composed, sys.argv[1:]))
@@ -92,13 +92,13 @@ def compose(composed: DictConfig) -> None:
 
 
 def train(config: training.Config) -> None:
-    """Runs it, and exits with a code unless it is done."""
+    """Trains; exits with a code other than 0 unless the run is done."""
     # Lightning advises srun inside of any SLURM job; launch.py needs none.
     warnings.filterwarnings("ignore", message=".*srun.*")
     try:
         code = console.exit_code(training.run(config))
     except DeviceError as error:
-        console.fail(f"{type(error).__name__}: {error}", once=False, at_once=True)
+        console.fail(f"{type(error).__name__}: {error}", once=False, skip_cleanup=True)
     except command_line.CommandError as error:
         # It has the fix, which a traceback would bury. The run's log gets it too, if there is one yet.
         console.fail(f"{type(error).__name__}: {error}")

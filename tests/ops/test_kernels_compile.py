@@ -168,6 +168,8 @@ def launches(call: Callable[[], Any]) -> list[tuple[JITFunction, dict[str, Any],
 def compiled(kernel: JITFunction, given: dict[str, Any], options: dict[str, Any], capability: int) -> Any:
     """The kernel as Triton compiles it for these arguments."""
     constant = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    general = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+    anywhere = {parameter.name for parameter in kernel.params if parameter.do_not_specialize_on_alignment}
 
     def type_of(name: str) -> str:
         value = given[name]
@@ -176,9 +178,10 @@ def compiled(kernel: JITFunction, given: dict[str, Any], options: dict[str, Any]
     def is_aligned(name: str) -> bool:
         value = given[name]
         number = value.data_ptr() if isinstance(value, Tensor) else value
-        return type(number) is int and number % 16 == 0
+        return type(number) is int and number % 16 == 0 and name not in general | anywhere
 
-    constants = {n: x for n, x in given.items() if n in constant or x is None or (type(x) is int and x == 1)}
+    ones = {name for name, x in given.items() if type(x) is int and x == 1} - general
+    constants = {name: x for name, x in given.items() if name in constant | ones or x is None}
     return compile_kernel(kernel, capability, constants, type_of, is_aligned, options)
 
 

@@ -126,6 +126,19 @@ def test_cross_entropy_with_logits_that_are_kept_is_bitwise_that_with_logits_mad
         assert torch.equal(kept, again)
 
 
+def test_compiled_logits_that_are_kept_have_longer_slices(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "_MAX_LOGITS", 800)
+    monkeypatch.setattr(cross_entropy, "_MAX_KEPT_LOGITS", 3200)
+    made, original = [], cross_entropy._slice_loss
+    monkeypatch.setattr(
+        cross_entropy, "_compiled_slice_loss", lambda: lambda *x: made.append(len(x[0])) or original(*x)
+    )
+    for keeps in (True, False):
+        monkeypatch.setattr(cross_entropy, "_keeps_logits", lambda size, device, keeps=keeps: keeps)
+        linear_cross_entropy(torch.randn(1, 64, 4), torch.randn(100, 4), torch.zeros(1, 64).long(), compiled=True)
+    assert made == [32] * 2 + [8] * 8
+
+
 def test_cross_entropy_is_float32_for_bfloat16():
     torch.manual_seed(0)
     hidden, weight = torch.randn(1, 7, 6).bfloat16(), torch.randn(10, 6).bfloat16()

@@ -27,16 +27,16 @@ CASES += [("hgrn2", {}, strategy, 2) for strategy in ("ddp", "fsdp")]
 def test_it_trains_resumes_bitwise_and_exports(tiny, tmp_path, name, fields, strategy, world_size):
     tiny = architecture(tiny, name)
     tiny["model"]["config"] |= fields
-    straight = changed(tiny, strategy__name=strategy, train__max_tokens=6 * STEP, output_dir=str(tmp_path / "straight"))
-    straight = changed(straight, skip_eval=True)
+    straight = changed(tiny, strategy__name=strategy, train__max_tokens=4 * STEP, output_dir=str(tmp_path / "straight"))
+    straight = changed(straight, skip_eval=True, checkpoint_interval=2 * STEP)
     stopped = changed(straight, output_dir=str(tmp_path / "stopped"))
     train(straight, world_size)
-    # As if it had been killed soon after its checkpoint at step 4.
+    # As if it had been killed soon after its checkpoint at step 2.
     shutil.copytree(tmp_path / "straight", tmp_path / "stopped")
-    shutil.rmtree(tmp_path / f"stopped/checkpoints/step-{6 * STEP:015d}")
+    shutil.rmtree(tmp_path / f"stopped/checkpoints/step-{4 * STEP:015d}")
     train(stopped, world_size)
-    assert f"continuing from {tmp_path}/stopped/checkpoints/step-{4 * STEP:015d}" in rank_log(stopped, 0)
-    assert_same_tensors(straight["output_dir"], stopped["output_dir"], 6 * STEP)
+    assert f"continuing from {tmp_path}/stopped/checkpoints/step-{2 * STEP:015d}" in rank_log(stopped, 0)
+    assert_same_tensors(straight["output_dir"], stopped["output_dir"], 4 * STEP)
     export(tmp_path / "stopped", tmp_path / "hf")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     assert type(exported) is registry.get(name).lm_class

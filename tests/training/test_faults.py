@@ -114,10 +114,11 @@ FAULTS = {
         config={"strategy__timeout_seconds": 1},
     ),
     "a reader that is silent": Fault(
-        # From here on: a step of a busy machine may take longer.
+        # After the steps before it, which a busy machine may take longer for.
         in_reader(
-            "import gc\nfor one in gc.get_objects():\n    if isinstance(one, watchdog.Watchdog):\n"
-            "        one.timeout = 1" + HANG
+            "import gc\nfrom forgetting_transformer.training.trainer import Trainer\n"
+            "(run,) = (one for one in gc.get_objects() if isinstance(one, Trainer))\n"
+            "while run.counters.batch_count < 5:\n    time.sleep(0.01)\nrun.watchdog.timeout = 1" + HANG
         ),
         "no batch of datamodule.name='longcrawl64' came for .*this rank makes no progress",
     ),

@@ -102,7 +102,7 @@ def test_norms_gates_convolutions_and_the_output_layer_are_gathered_in_fp32(tiny
 def test_a_run_is_bitwise_that_of_plain_fsdp2_also_where_steps_are_traced(tiny, tmp_path):
     """With gathers in bf16, units that are prefetched, and weights that stay gathered over micro-batches."""
     tiny = changed(tiny, strategy__name="fsdp", fabric__precision="bf16-mixed", train__max_tokens=8 * STEP)
-    tiny = changed(tiny, train__grad_acc_tokens=32, datamodule__train_batch_size=8)
+    tiny = changed(tiny, train__grad_acc_tokens=32, datamodule__train_batch_size=8, skip_eval=True)
     found = {}
     for kind, keep, patch in (("plain", False, PLAIN), ("units", False, COUNT), ("kept", True, COUNT)):
         config = changed(tiny, strategy__keep_gathered=keep, output_dir=str(tmp_path / kind))

@@ -18,8 +18,8 @@ from torch import Tensor
 from forgetting_transformer.data.packed import one_after_another
 
 #: `input_ids` and `labels`, `(B, T)` int64, where `labels[t]` is the token after `input_ids[t]`. Optional: `cu_seqlens`
-#: `(B, S)` int32, where the documents of each row begin, and then T as often as there is room: the model keeps them
-#: apart. In held-out batches also `weight` `(B,)` float64: 1 for a sequence to count, 0 for one that fills the batch.
+#: `(B, S)` int32, where the documents of each row begin, filled up with T: the model keeps them apart. In
+#: held-out batches also `weight` `(B,)` float64: 1 for a sequence to count, 0 for one that fills the batch.
 Batch = dict[str, Tensor]
 
 

@@ -86,12 +86,11 @@ class LongCrawl64DataModule(Corpus):
         return (next(iter(self._arrays.values()), None) or self.array("train")).vocabulary
 
     def array(self, split: str) -> TokenArray:
-        """The array "train" or "heldout", opened once; the wanted length must divide its documents.
-
-        A run that only evaluates needs no train.zarr, and the reverse.
+        """The array "train" or "heldout", opened once. A run that only evaluates needs no train.zarr, and the reverse.
 
         Raises:
-            DataError: they do not, it cannot be read, or the cache of a remote corpus has no room for a batch.
+            DataError: it cannot be read, the sequence length does not divide its documents, or the cache of a remote
+                corpus has no room for a batch.
         """
         if split not in self._arrays:
             stated = (self.vocab_size, self.bos_token_id, self.eos_token_id)
@@ -182,7 +181,7 @@ def check_length(key: str, seq_len: int, array: TokenArray) -> None:
 
 
 class TrainBatches(Dataset):
-    """Map-style: global batch index -> this rank's share of it."""
+    """Map-style: global batch index -> labels of this rank's share. `Loader` makes the inputs of them (worker.py)."""
 
     def __init__(self, data: LongCrawl64DataModule, rank: int, world_size: int) -> None:
         self.data, self.rank, self.world_size = data, rank, world_size

@@ -51,7 +51,7 @@ class TokenArray:
 
     Attributes:
         documents, doc_len: the shape that can be read.
-        dtype: of the ids, one of TOKEN_DTYPES, whatever the vocabulary needs.
+        dtype: of the ids as they are stored, one of TOKEN_DTYPES.
         chunk_shape: documents and tokens that are decoded together.
 
     Raises:
@@ -90,7 +90,7 @@ class TokenArray:
         if self.documents == 0:
             raise DataError(f"{self.path} holds no documents; make or fetch it again")
         if sampled:
-            _ = self._sample
+            _ = self._sample  # reads them, and so checks them
 
     def keep(self, n_documents: int, seq_len: int) -> None:
         """Keeps as many decoded chunks as `seq_len` tokens of `n_documents` neighbouring documents touch.
@@ -164,7 +164,7 @@ class TokenArray:
         return identity(self.files.checksums) if self.files.checksums is not None else None
 
     def stored_row(self, document: int) -> int:
-        """The row on disk of a document."""
+        """The row on disk of a document; SparseTokenArray renumbers."""
         return document
 
     def key(self, chunk: Chunk) -> str:
@@ -174,18 +174,20 @@ class TokenArray:
     def _pieces(
         self, first: int, last: int, begin: int, end: int
     ) -> Iterator[tuple[Chunk, tuple[slice, slice], tuple[slice, slice]]]:
-        """The parts of chunks that make up a slice: chunk, place in the chunk, place in the slice."""
+        """Parts of chunks that make up a slice: the chunk, the place in it, and the place in the slice."""
         rows, columns = self.chunk_shape
         start = first
         while first < last:
             row = self.stored_row(first)
-            # As far as documents follow each other on disk within one chunk.
+            # Documents that follow each other on disk within one chunk.
             n_rows = min(last - first, rows - row % rows, self.stored_documents - row)
-            down = slice(row % rows, row % rows + n_rows), slice(first - start, first - start + n_rows)
+            source_rows = slice(row % rows, row % rows + n_rows)
+            target_rows = slice(first - start, first - start + n_rows)
             for column in range(begin // columns, (end - 1) // columns + 1):
                 from_token, to_token = max(begin, column * columns), min(end, (column + 1) * columns)
                 source = slice(from_token - column * columns, to_token - column * columns)
-                yield (row // rows, column), (down[0], source), (down[1], slice(from_token - begin, to_token - begin))
+                target = slice(from_token - begin, to_token - begin)
+                yield (row // rows, column), (source_rows, source), (target_rows, target)
             first += n_rows
 
     def _count_documents(self) -> int:

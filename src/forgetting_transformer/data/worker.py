@@ -86,8 +86,8 @@ def start_worker(_worker: int) -> None:
 def leave_with_parent() -> None:
     """Ends this process when its parent is gone: a killed parent cannot stop its workers.
 
-    PyTorch's readers look for their parent too, but take for it the one they have when they first wait for work. A
-    reader whose rank was killed before that would wait for ever.
+    PyTorch's readers watch their parent too, but they note which process it is only when they first wait for work. A
+    reader whose rank was killed before that would watch another process, and wait for ever.
     """
     if (parent := multiprocessing.parent_process()) is not None:
 

@@ -1,7 +1,7 @@
 """Hugging Face models. Importing this package registers them with transformers' Auto classes.
 
 Files, from the call down:
-    decoder, block, span      the decoder, one of its blocks, what a layer knows of the new tokens
+    decoder, block, span      the decoder, one of its blocks, facts about the new tokens
     mixers/, hybrid           an architecture per file; blocks of several architectures
     attention, layers         attention for all mixers that have it; norms, token shift, convolution, MLP
     arguments, padding        calls that are refused; where sequences and documents begin

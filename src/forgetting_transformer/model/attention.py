@@ -80,7 +80,7 @@ def attend_to_keys(
     window: int | None,
     pruning: Pruning | None,
 ) -> Tensor:
-    """Attend by the op, to N keys of which the last T are the queries' own; returns `(B, T, H, D)`."""
+    """Call the op for T queries and N keys, of which the last T are the queries' own; returns `(B, T, H, D)`."""
     options: dict[str, Any] = {"seq_start": seq_start_B, "cu_seqlens": cu_seqlens, "window_size": window}
     if log_fgate_BNH is None:
         return causal_attention(q_BTHD, k_BNGD, v_BNGD, **options)

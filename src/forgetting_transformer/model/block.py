@@ -22,9 +22,9 @@ It may also have
         `cache.slot` says, and know the number of earlier tokens from tensors alone. States of a recurrent mixer must
         keep their names and shapes.
     context_heads
-        It works where processes share a sequence (`ops/context.py`). They must divide this number, of heads that it
-        splits among them; 0 if it splits none. A module in it that reads tokens of the part before has their number
-        as `tokens_before`.
+        It works where processes share a sequence (`ops/context.py`). This is the number of heads that it splits among
+        them, 0 if it splits none; the number of processes must divide it. A module in it that reads the last tokens of
+        the part before has their number as `tokens_before`.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -92,7 +92,7 @@ class DecoderBlock(GradientCheckpointingLayer):
         return hidden_BTE + branch_BTE
 
     def _checkpointed(self, hidden_BTE: Tensor, span: Span) -> Tensor:
-        """The same, computed again in the backward pass from the block's input, the one tensor that is kept."""
+        """`_transform`, computed again in the backward pass from the block's input, the one tensor that is kept."""
         if span.cache is not None:
             raise ValueError("gradient checkpointing runs the block twice, so it cannot fill a cache: use_cache=False")
         # Bound first: PyTorch's older kind of checkpointing takes no keywords.

@@ -96,7 +96,7 @@ class DecoderModel(DecoderPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden_BTE = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        shape = hidden_BTE.shape
+        shape = hidden_BTE.shape  # where documents are packed, the blocks see all rows as one
         hidden_BTE, span = span_of_call(self, hidden_BTE, attention_mask, past, cu_seqlens)
 
         # Nothing else holds the inputs of blocks that are done, unless the backward pass needs them.
@@ -165,7 +165,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, DecoderGenerationMixin):
         Args:
             labels: tokens to predict `(B, T)`; -100 is ignored. `config.loss` decides their meaning.
                 "per_token": `labels[t]` is the token after `input_ids[t]`; labels are not shifted here. `loss` has the
-                shape `(B, T)`, float32, in nats. `logits` is None, because they are never all held at once.
+                shape `(B, T)`, float32, in nats. `logits` is None, because they are never all held in float32.
                 "causal_lm": `labels[t]` is the token `input_ids[t]`; labels are shifted here, and `loss` is the mean
                 over those that count (`mean_loss`).
             logits_to_keep: without labels: compute logits of this many last positions only, 0 for all; or positions.

@@ -1,4 +1,4 @@
-"""New tokens of a call, with the facts that layers need.
+"""Facts about the new tokens of a call that layers need: padding, positions, packed documents, the cache.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -17,14 +17,15 @@ from forgetting_transformer.ops import context
 
 @dataclass(frozen=True)
 class Span:
-    """T new tokens `(B, T)` of a layer's input. In training on whole rows everything is None.
+    """Facts about T new tokens of B sequences. In training on whole rows everything is None.
 
     Attributes:
         seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
         padding_BT: where the new tokens are left padding; None without.
         position_BT: rotary positions `(B, T)` or `(1, T)`; None: the number of tokens before each.
-        cu_seqlens: of packed documents, as `DecoderModel.forward` passes it, in which position_BT then counts; for
-            B = 1 and without a cache. Where processes share sequences (`ops/context.py`), of whole ones, and for any B.
+        cu_seqlens: beginnings of packed documents, as in `DecoderModel.forward`; position_BT then counts within each.
+            B is 1, and there is no cache. Where processes share sequences (`ops/context.py`), it is that of the whole
+            sequences, and B may be any number.
         cache: from the layer's `new_cache`, with the tokens before these. The layer extends it in place.
     """
 
@@ -59,7 +60,7 @@ def span_of_call(
     cache: DecoderCache | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Span]:
-    """The tokens of a decoder's call, all rows as one where documents are packed; and the facts, from its arguments.
+    """Returns the input of the first block, all rows as one where documents are packed, and its span.
 
     Raises:
         ValueError: arguments do not fit together. The message names the argument.

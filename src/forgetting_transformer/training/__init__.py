@@ -1,7 +1,7 @@
 """Training: `run(config)` trains one model from its config to its last checkpoint. Read trainer.py first.
 
 config/, initialisation/  keys and their ranges; initial weights
-checkpoint/, saving.py    contents and format of checkpoints, resume; times of saves
+checkpoint/, saving.py    format of checkpoints, resume; contents of a run's
 faults/                   signals; ranks that die, hang or differ; bad steps; status.json
 parallel/, execution/     processes and sharding; compilation, CUDA graphs, choice of kernels, preflight
 optimization/             optimizers, schedules, parameter groups

@@ -1,4 +1,4 @@
-"""Times, contents and results of a run's saves; checkpoint/ writes the files."""
+"""Contents of a run's checkpoints and results of its saves. The trainer decides when; checkpoint/ writes the files."""
 
 import dataclasses
 import logging
@@ -44,14 +44,14 @@ def collect(trainer: TrainerInterface, wait: bool = False, must_succeed: bool = 
         log.error("%s; %s. Training continues", saved.error, trainer.last_good_checkpoint)
 
 
-def compare_if_due(trainer: TrainerInterface, saves: bool = False) -> None:
-    """Compares what ranks hold, after every `compare_steps` steps and before a save.
+def compare_if_due(trainer: TrainerInterface, before_save: bool = False) -> None:
+    """Compares weights and moments of all ranks, after every `compare_steps` steps and before a save.
 
     Raises:
         TrainingError: ranks hold different weights or moments; on every rank.
     """
     steps, batch_count = trainer.compare_steps, trainer.counters.batch_count
-    if steps is None or (batch_count % steps and not saves):
+    if steps is None or (batch_count % steps and not before_save):
         return
     model, optimizer = trainer.model.module, trainer.optimizer.optimizer
     if found := compare_ranks(batch_count, model, optimizer):
@@ -66,7 +66,7 @@ def compare_if_due(trainer: TrainerInterface, saves: bool = False) -> None:
 def _begin(trainer: TrainerInterface, permanent: bool) -> None:
     model: Any = trainer.model.module
     optimizer, tokens = trainer.optimizer.optimizer, trainer.counters.token_count
-    compare_if_due(trainer, saves=True)
+    compare_if_due(trainer, before_save=True)
     if not _all_finite(model, optimizer):
         raise TrainingError(
             f"weights or moments became infinite or NaN before {tokens:,} tokens, though every update that was "

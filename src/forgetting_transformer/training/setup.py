@@ -1,4 +1,4 @@
-"""What a trainer works with, in the order in which it is built: processes, corpus, model and kernels, CUDA graphs."""
+"""Parts of a trainer, in the order in which it builds them: processes, corpus, model and kernels, CUDA graphs."""
 
 import contextlib
 import hashlib
@@ -70,7 +70,7 @@ def open_data(config: Config, directory: RunDirectory, fabric: Fabric) -> Corpus
     data = CORPORA.get(config.datamodule.name).build(config.data_dir, config.datamodule)
     checks.check_budget(config, directory, data.train_info())
     if not config.skip_eval:
-        data.eval_info()
+        data.eval_info()  # for its errors
     if hasattr(data, "check_tokenizers"):
         on_rank_zero(fabric, data.check_tokenizers)  # on one rank: what lies at a URL is fetched
     return data
@@ -79,10 +79,10 @@ def open_data(config: Config, directory: RunDirectory, fabric: Fabric) -> Corpus
 def model_and_kernels(
     config: Config, fabric: Fabric, data: Corpus, origin: Origin, begin: Callable[[str], None]
 ) -> tuple[Any, dict[str, Backend]]:
-    """The model on the CPU, with its initial weights unless a checkpoint has them; and what runs each op, tested here.
+    """The model on the CPU, with initial weights unless a checkpoint has them; and the backend of each op, tested here.
 
-    Drawing initial weights takes one core, and testing kernels waits for compilers: both go on at once, and so does
-    compiling for the first step.
+    Initial weights are drawn while kernels are tested and the first step is compiled: the one takes a core, the others
+    wait for compilers.
 
     Args:
         origin: gets facts about the weights of `init_from`.
@@ -179,7 +179,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seed_step(seed: int, batch: int, rank: int) -> None:
-    """Random numbers of a step are a function of (seed, step, rank): nothing to save, and a resume repeats them."""
+    """Makes random numbers a function of (seed, step, rank): there is nothing to save, and a resume repeats them."""
     digest = hashlib.blake2b(f"{seed}/{batch}/{rank}".encode(), digest_size=4).digest()
     number = int.from_bytes(digest, "little")
     random.seed(number)

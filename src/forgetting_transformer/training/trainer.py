@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from forgetting_transformer import console
 from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training import saving, setup
@@ -43,6 +44,7 @@ from forgetting_transformer.training.faults.stop import Stop, Vote
 from forgetting_transformer.training.feed import batches
 from forgetting_transformer.training.optimization.building import build_optimizer, undecayed_parameters
 from forgetting_transformer.training.optimization.schedule import build_schedule
+from forgetting_transformer.training.parallel.launch import expected_device, expected_world_size
 from forgetting_transformer.training.parallel.ranks import Ranks
 from forgetting_transformer.training.records.descriptions import describe, open_metrics, start_block
 from forgetting_transformer.training.records.loss_by_position import StepLosses
@@ -65,6 +67,7 @@ class Trainer:
         self.stages, self.clock = Clock("imports"), Clock("start")
 
         self.begin("processes")
+        self.compilation = Compilation(config, expected_device(config), console.rank(), expected_world_size(config))
         fabric = self.fabric = setup.connect(config, self.supervisor)
         timeout = timedelta(seconds=config.strategy.timeout_seconds)
         self.ranks = Ranks(fabric.global_rank, fabric.world_size, config.strategy.context, timeout)
@@ -76,9 +79,6 @@ class Trainer:
         self.data_info = self.data.train_info()
         self.tokens_per_step = config.datamodule.train_batch_size * config.datamodule.train_batch_len
 
-        self.begin("compiler")
-        self.compilation = Compilation(config, fabric.device, fabric.global_rank, fabric.world_size)
-
         self.begin("checkpoint")
         folder, watch = self.directory.checkpoints, self.watchdog.waiting_for
         self.checkpointer = Checkpointer(folder, config.checkpoint_keep_last, config.checkpoint_background, watch)
@@ -86,19 +86,20 @@ class Trainer:
         self.origin = resume.find_checkpoint(config, self.directory, fabric)
 
         self.begin("self-test")
-        model, self.backends = setup.model_and_kernels(config, fabric, self.data, self.origin, self.begin)
+        with self.compilation.compiling_kernels():
+            model, self.backends = setup.model_and_kernels(config, fabric, self.data, self.origin, self.begin)
         lengths = self.data.train_lengths().items()
         self.flops_per_token = sum(share * model.config.flops_per_token(length) for length, share in lengths)
 
         self.begin("strategy")
-        # Names, and before sharding, which replaces the parameters.
+        # By name, because the strategy may replace the parameters.
         self.undecayed = undecayed_parameters(model, config.train)
         self.model: Any = fabric.setup_module(model)
         optimizer = build_optimizer(self.model.module, self.undecayed, config.optimizer)
         self.optimizer: Any = fabric.setup_optimizers(optimizer)
 
         self.begin("loading")
-        # Only now: a command that is refused leaves the run in the folder alone.
+        # Not earlier, so that a command that was refused has left the run in the folder alone.
         resume.prepare_directory(self.directory, config.resume, fabric)
         self.guard = StepGuard(fabric.device)  # leaves out steps whose loss or gradient is not finite
         model = self.model.module  # without Fabric's wrapper, as `optimizer` is
@@ -203,12 +204,12 @@ class Trainer:
                 self.fabric.backward(loss_bT.mean() / len(first_rows))
             losses.add_micro_batch(loss_bT.detach(), row, packed_positions(inputs))
 
-        # A non-finite norm must not raise on one rank while others go on: all judge it alike below.
+        # A norm that is not finite must not raise here, on one rank alone: below, all ranks judge it alike.
         grad_norm: Any = self.fabric.clip_gradients(
             self.model, self.optimizer, max_norm=config.train.max_grad_norm, error_if_nonfinite=False
         )
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-        self.sum_over_ranks(losses.flat)
+        self.sum_over_ranks(losses.flat)  # of which loss_B, loss_T and sequences_T are views
         bad = self.guard.judge(batch_count, losses.loss_B, grad_norm)
         self.guard.update(self.optimizer.optimizer, self.optimizer.step, bad)
         return Step(losses.loss_T.sum() / self.tokens_per_step, grad_norm, lr, losses.loss_T, losses.sequences_T, bad)
@@ -300,7 +301,7 @@ class Trainer:
             setup.synchronize(self.fabric.device)
 
     def begin(self, stage: str) -> None:
-        """Begins a stage of the start, by which times in the log and messages of the watchdog name it."""
+        """Begins a stage of the start. The log's times and the watchdog's messages use its name."""
         self.stages.switch(stage)
         self.watchdog.enter_stage(stage)
 
@@ -314,7 +315,8 @@ class Trainer:
 
     def _first_step_is_done(self, step: Step) -> None:
         self.wait_for_device()
-        # Until here a signal ends a rank at once. No other may have gone on to a step in which it would wait for that.
+        # Until here a signal ends a rank at once. So no rank begins a second step, in which it would wait for one that
+        # has ended, before all have finished the first.
         self.vote.wait_for_all()
         self.stages.switch(None)
         self.watchdog.enter_stage(None)

@@ -154,8 +154,8 @@ class ForgettingAttentionLayer(nn.Module):
 
         Args:
             hidden_states: T new tokens `(B, T, E)`.
-            span: facts about them, from the decoder; or for a layer by itself
-            attention_mask: `(B, T)`, 0 for padding.
+            span: facts about them, from the decoder.
+            attention_mask: `(B, T)`, 0 for padding, for a layer by itself, without a span.
         """
         x_BTE = hidden_states
         if span is None:
@@ -221,16 +221,18 @@ class ForgettingAttentionLayer(nn.Module):
         return shifted_BTE
 
     def _projections(self) -> list[nn.Linear]:
-        """The linear layers whose input is the block's."""
-        linears = [self.q_proj]
+        """The linear layers whose input is the block's. Those with a number for each head come last: behind twelve
+        numbers of 16 bits, kernels could not load 16 bytes at a time."""
+        wide, narrow = [self.q_proj], []
         for projection in (self.k_proj, self.v_proj):
             if isinstance(projection, ShiftLinear):
-                linears += [projection.linear, projection.shift_proj]
+                wide.append(projection.linear)
+                narrow.append(projection.shift_proj)
             else:
-                linears.append(projection)
-        linears += [self.fgate_proj] if self.fgate_type == "full" else []
-        linears += [self.ogate_proj] if self.ogate_proj is not None else []
-        return linears
+                wide.append(projection)
+        wide += [self.ogate_proj] if self.ogate_proj is not None else []
+        narrow += [self.fgate_proj] if self.fgate_type == "full" else []
+        return wide + narrow
 
     def pruning(self) -> Pruning | None:
         """Rule for keys that attention may leave out; None computes every pair."""

@@ -1,4 +1,6 @@
-"""Choice of calls that the Triton kernels serve, and the calls of these. Importing this imports no Triton.
+"""Choice between GPU kernels and PyTorch for a call, and the call of the kernels. Importing this imports no Triton.
+
+triton.py chooses between its kernels and those for Hopper GPUs, which are written in Gluon.
 
 `forgetting_attention` and `causal_attention`, which is forgetting attention whose gates are all 1, both go through
 here.
@@ -45,10 +47,10 @@ def attend_with_kernel(
 
     Args:
         log_fgate: None is gates of 1, plain softmax attention.
-        first_key_BT: what `first_visible_key` returned.
+        first_key_BT: result of `first_visible_key`.
         threshold_BH: nats, float32: the decay bias below which pairs may be left out.
-        is_bounded: threshold_BH is the logarithm of the weight that each row may leave out, and norms of queries and
-            keys are to say what that is.
+        is_bounded: threshold_BH is ln ε instead, for the weight ε that each row may leave out; norms of queries and
+            keys decide which pairs these are.
 
     Returns:
         The output in q's shape and dtype. None, after a warning, where Triton cannot compile the kernels.

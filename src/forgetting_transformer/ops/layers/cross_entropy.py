@@ -17,6 +17,8 @@ from forgetting_transformer.ops import compiling
 _IGNORED = -100
 # Logits per slice: 512 MiB in float32, about 2,700 tokens of a 50,257-word vocabulary.
 _MAX_LOGITS = 2**27
+# The same where they are kept, compiled: 21,000 tokens of that vocabulary, whose places in memory 32 bits can count.
+_MAX_KEPT_LOGITS = 2**30
 # The part of a GPU's memory that all logits together may take to be kept for the backward pass.
 _KEPT_PART = 0.05
 
@@ -25,8 +27,9 @@ def linear_cross_entropy(hidden_BTE: Tensor, weight_VE: Tensor, labels_BT: Tenso
     """Return `-log softmax(hidden @ weightᵀ)[label]` for every token.
 
     The tokens are walked in slices. With more than one slice the logits are computed again in the backward pass (one
-    more output-layer product), except on a GPU of whose memory all of them take a small part: there they are kept. Both
-    ways give bitwise the same loss and gradients.
+    more output-layer product), except on a GPU of whose memory all of them take a small part: there they are kept.
+    Compiled, slices that are kept are longer, and their gradient takes their place in memory: every slice rounds the
+    weight again, and reads and writes the weight's gradient.
 
     Args:
         hidden_BTE: last hidden states.
@@ -57,16 +60,17 @@ def linear_cross_entropy(hidden_BTE: Tensor, weight_VE: Tensor, labels_BT: Tenso
 
     slice_loss = _compiled_slice_loss() if compiled else _slice_loss
     hidden_AE, labels_A = hidden_BTE.flatten(0, -2), labels_BT.flatten()
-    weight_VE, bias_V = _pad_vocabulary(weight_VE)
-    num_slices = _count_slices(len(labels_A), _MAX_LOGITS // vocab_size)
+    keeps = _keeps_logits(len(labels_A) * vocab_size * _kept_bytes(hidden_AE, compiled), labels_A.device)
+    max_logits = _MAX_KEPT_LOGITS if keeps and compiled else _MAX_LOGITS
+    num_slices = _count_slices(len(labels_A), max_logits // vocab_size)
     if num_slices == 1:
-        loss_A = slice_loss(hidden_AE, weight_VE, bias_V, labels_A)
+        loss_A = slice_loss(hidden_AE, weight_VE, labels_A)
     else:
         run = slice_loss
-        if not _keeps_logits(len(labels_A) * len(weight_VE) * _kept_bytes(hidden_AE, compiled), labels_A.device):
+        if not keeps:
             run = functools.partial(checkpoint, slice_loss, use_reentrant=False, preserve_rng_state=False)
         slices = zip(hidden_AE.chunk(num_slices), labels_A.chunk(num_slices), strict=True)
-        loss_A = torch.cat([run(hidden, weight_VE, bias_V, labels) for hidden, labels in slices])
+        loss_A = torch.cat([run(hidden, weight_VE, labels) for hidden, labels in slices])
     # A copy, not a view: FSDP2 hangs its backward hooks on a module's outputs, and warns if those are views.
     return loss_A.view(labels_BT.shape).clone()
 
@@ -87,7 +91,7 @@ def _kept_bytes(hidden_AE: Tensor, compiled: bool) -> int:
 
 def _keeps_logits(size: int, device: torch.device) -> bool:
     """Whether so many bytes may stay in memory until the backward pass."""
-    if device.type != "cuda" or torch.compiler.is_compiling():
+    if device.type != "cuda" or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
     return size <= _KEPT_PART * torch.cuda.get_device_properties(device).total_memory
 
@@ -110,8 +114,8 @@ def _pad_vocabulary(weight_VE: Tensor) -> tuple[Tensor, Tensor | None]:
     return F.pad(weight_VE, (0, 0, 0, missing)), bias_V
 
 
-def _slice_loss(hidden_AE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, labels_A: Tensor) -> Tensor:
-    logits_AV = F.linear(hidden_AE, weight_VE, bias_V)
+def _slice_loss(hidden_AE: Tensor, weight_VE: Tensor, labels_A: Tensor) -> Tensor:
+    logits_AV = F.linear(hidden_AE, *_pad_vocabulary(weight_VE))
     logits_AV = logits_AV.to(torch.promote_types(logits_AV.dtype, torch.float32))
     return F.cross_entropy(logits_AV, labels_A, reduction="none", ignore_index=_IGNORED)
 

@@ -28,7 +28,7 @@ _PREFETCHED = 64 * 1024
 _WARP_WIDTHS = {"forward": 512, "backward": 1024}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["gate_row", "rows"])
 def norm_forward_kernel(
     x_ptr, x_row, gate_ptr, gate_row, weight_ptr, y_ptr, rows, width, epsilon,
     UNIT: tl.constexpr, GATE: tl.constexpr, GATE_FIRST: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr,
@@ -58,7 +58,7 @@ def norm_forward_kernel(
     tl.store(y_ptr + row[:, None] * width + channel[None, :], y.to(y_ptr.dtype.element_ty), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["gate_row", "rows"])
 def norm_backward_kernel(
     dy_ptr, dy_row, x_ptr, x_row, gate_ptr, gate_row, weight_ptr, dx_ptr, d_gate_ptr, part_ptr,
     rows, width, epsilon, steps,

@@ -51,7 +51,7 @@ def residual_norm_forward_kernel(
     tl.store(y_ptr + row * width + column, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "rows_per_program"])
 def residual_norm_backward_kernel(
     dy_ptr, dy_row, d_total_ptr, d_total_row, x_ptr, x_row, weight_ptr, scale_ptr, dx_ptr, d_branch_ptr, part_ptr,
     rows, width, rows_per_program,

@@ -28,6 +28,8 @@ _TILES = {"forward": 2048, "backward": 1024}
 # Backward: a stretch has four times as many positions, more where a sequence would leave more than _MAX_PARTS parts.
 # The same on every GPU, since the number of parts changes bits.
 _STEPS, _MAX_PARTS = 8, 256
+# One kernel for any of these: UNIT says how far loads of y are aligned, and logits are loaded one at a time.
+_SIZES = ["y_batch", "y_row", "shift_batch", "shift_row", "length"]
 
 
 @triton.jit
@@ -73,7 +75,7 @@ def _blend(y_before, y, before, here):
     return before[:, None] * y_before + here[:, None] * y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["shift_ptr"])
 def shift_norm_forward_kernel(
     y_ptr, y_batch, y_row, shift_ptr, shift_batch, shift_row, previous_ptr, begins_ptr, weight_ptr, weight_head,
     out_ptr, heads, length, epsilon,
@@ -153,7 +155,7 @@ def _step_back(
     return carry, d_weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_SIZES, "steps"], do_not_specialize_on_alignment=["shift_ptr"])
 def shift_norm_backward_kernel(
     d_out_ptr, d_out_batch, d_out_row, y_ptr, y_batch, y_row, shift_ptr, shift_batch, shift_row,
     previous_ptr, begins_ptr, weight_ptr, weight_head, dy_ptr, d_shift_ptr, d_previous_ptr, part_ptr,

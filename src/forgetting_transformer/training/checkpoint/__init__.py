@@ -61,7 +61,7 @@ class Checkpointer:
         folder: `output_dir/checkpoints`.
         keep_last: rolling checkpoints to keep; two, so that a damaged newest one costs one interval and not the run.
         background: write in a thread, from a copy in the host's memory. False needs no memory for the copy.
-        watch: makes the context of every wait for the writer, from a name for people.
+        watch: makes a context for every wait for the writer, from a description of the wait.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Checkpointer:
                 self.last_good = step
             except CheckpointError as error:
                 problem = error
-            except (Exception, CheckpointException) as error:  # the second is none of the first; training hears of it
+            except (Exception, CheckpointException) as error:  # the second derives from BaseException alone
                 problem = CheckpointError(f"could not write a checkpoint in {self.folder}: {reason_of(error)}")
             self._saved = Saved(step, copy_seconds, time.perf_counter() - began, problem)
 

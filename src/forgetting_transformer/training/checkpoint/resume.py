@@ -118,7 +118,7 @@ def load(
 
 
 def unreported(due: list[Callback], origin: Origin, metrics: MetricsLog | None, fabric: Fabric) -> list[Callback]:
-    """Evaluations of those due at the checkpoint that have no line there: a signal came first.
+    """Evaluations that were due at the checkpoint and have no line there, because a signal came first.
 
     Called by all ranks, and the same on each.
     """

@@ -75,7 +75,7 @@ class Writer:
         self.rank = 0 if group is None else dist.get_rank()
 
     def share(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What this rank writes: its shards, and an equal share of the tensors that every rank holds whole."""
+        """Tensors that this rank writes: its shards, and an equal share of those that every rank holds whole."""
         mine: dict[str, Tensor] = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
         # The same division on every rank: the largest first, each to the rank with the least so far.
         load = [0] * (1 if self._group is None else dist.get_world_size())
@@ -156,7 +156,7 @@ class Writer:
     def _give_name(self, temporary: Path, final: Path) -> None:
         try:
             checkpoints.inspect(final)
-            # A checkpoint of the same step that could not be read for a while. While it is replaced there would be
+            # It is whole: the start could not read it for a while. It stays, for while it is replaced there would be
             # none.
             shutil.rmtree(temporary)
         except CheckpointError as error:

@@ -51,18 +51,19 @@ class FabricConfig:
 class TrainConfig:
     #: Tokens to train on.
     max_tokens: Tokens
-    #: Tokens that a rank puts through the model at a time, a micro-batch: whole sequences, at least one. With
-    #: strategy.context: that the ranks of a group put through it together.
+    #: Tokens of a micro-batch, which a rank puts through the model at a time: whole sequences, at least one. With
+    #: strategy.context, the ranks that share sequences put it through together.
     grad_acc_tokens: Tokens
     #: Parameters that are trained, by name or pattern, as in ["*.fgate_proj.*"]; the others stay as they are. []: all.
     only: list[str] = field(default_factory=list)
     #: Gradients are scaled down to this global L2 norm. inf: never.
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    #: An update whose loss or gradient is not finite is left out; after this many in a row the run stops, saved.
+    #: An update whose loss or gradient is not finite is left out; after this many in a row the run saves and stops.
     max_bad_steps: Count = 10
     #: Recompute each block's activations in the backward pass instead of keeping them.
     gradient_checkpointing: bool = False
-    #: With it, keep block inputs in the host's memory until the backward pass. Without effect on a CPU.
+    #: With gradient_checkpointing, keep block inputs in the host's memory until the backward pass. Without effect on a
+    #: CPU.
     block_inputs_on_host: bool = False
     #: torch.compile blocks and loss: fuses operations between matrix products; the first step takes longer. true, false
     #: or "auto": on for CUDA, off elsewhere; a run that continues keeps its choice.
@@ -262,7 +263,7 @@ class Config:
     #: fastest micro-batch, with activation checkpointing and without.
     preflight: bool = False
 
-    def sequences_at_once(self, sharing_ranks: int) -> int:
-        """Sequences of a micro-batch of each of the ranks that share a global batch (groups, with strategy.context)."""
+    def sequences_at_once(self, data_size: int) -> int:
+        """Sequences of a micro-batch, where a global batch has `data_size` equal shares (`Ranks.data_size`)."""
         data = self.datamodule
-        return min(data.train_batch_size // sharing_ranks, max(1, self.train.grad_acc_tokens // data.train_batch_len))
+        return min(data.train_batch_size // data_size, max(1, self.train.grad_acc_tokens // data.train_batch_len))

@@ -19,7 +19,7 @@ def _check_switch(value: Any) -> Any:
 Switch = Annotated[Literal["auto", True, False], BeforeValidator(_check_switch)]
 #: Tokens of a run, a budget or an interval. Whole numbers may be written as 1e9.
 Tokens = Annotated[int, Field(ge=1, le=TOKENS.high)]
-#: Tokens, or null.
+#: Tokens, or 0 for none.
 TokensOrZero = Annotated[int, Field(ge=0, le=TOKENS.high)]
 #: Large counts: sequences in a batch, ids of a vocabulary, seconds.
 Count = Annotated[int, Field(ge=1, le=COUNT.high)]
@@ -33,7 +33,8 @@ Positive = Annotated[float, Field(gt=0, le=1e9)]
 LearningRate = Annotated[float, Field(ge=0, le=1000)]
 
 
-#: Text that is not empty, as a variable of the shell that is not set leaves it. To pathlib that is the current folder.
+#: Text that is not empty. A variable of the shell that is not set leaves it empty, which pathlib takes for the current
+#: folder.
 Text = Annotated[str, Field(pattern=r"\S")]
 
 

@@ -24,7 +24,8 @@ from torch import nn
 from forgetting_transformer.ops import backends
 from forgetting_transformer.ops.selftest import find_backend
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.execution import graphs
+from forgetting_transformer.training.execution import graphs, kernel_compilers
+from forgetting_transformer.training.execution.kernel_compilers import KernelCompilers
 
 log = logging.getLogger(__name__)
 
@@ -38,28 +39,35 @@ _MAX_WORKERS = 32
 class Compilation:
     """torch.compile in one run. Logs on rank 0.
 
-    Where something may be compiled, making one prepares it: limits, and on a thread, since it takes seconds,
-    the compiler and its processes.
+    Where something may be compiled, making one prepares it: limits, processes for kernels, and on threads, since it
+    takes seconds, the compiler and its processes. So make it first of all.
 
     Args:
-        config: of the run. device: of this rank.
+        config: of the run. device: of this rank; its type alone counts.
     """
 
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
         self._talks = rank == 0
         self._warned_of: set[str] = set()
-        self._starting: threading.Thread | None = None
+        self._starting: list[threading.Thread] = []
         on_cuda = device.type == "cuda"
+        self._kernel_compilers: KernelCompilers | None = None
+        if on_cuda and (cores := _cores_per_rank(world_size)) > 1 and kernel_compilers.are_useful():
+            self._kernel_compilers = KernelCompilers(cores)
         if config.train.compile is True or (config.train.compile == "auto" and on_cuda):
             _configure(world_size)
             if on_cuda:
-                self._starting = _aside(_start_compiler)
+                self._starting = [_aside(_start_compiler), _aside(_hash_triton)]
+
+    def compiling_kernels(self) -> contextlib.AbstractContextManager[None]:
+        """For the time in which kernels are tested: Triton compiles side by side."""
+        return self._kernel_compilers.compiling() if self._kernel_compilers else contextlib.nullcontext()
 
     def compile(self, model: Any) -> None:
         """Compile blocks and loss of the model, as the strategy left it, at their first call; None: nothing."""
-        if self._starting is not None:
+        for thread in self._starting:
             # Data workers are forked soon: not while another thread holds locks.
-            self._starting.join()
+            thread.join()
         if model is not None:
             model.run_compiled()
 
@@ -106,9 +114,13 @@ def _configure(world_size: int) -> None:
     torch._dynamo.config.optimize_ddp = False
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         # Its default ignores the other ranks of this node.
-        ranks = max(1, world_size // int(os.environ.get("LT_NUM_NODES", 1)))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch._inductor.config.compile_threads = max(1, min(_MAX_WORKERS, cores // ranks))
+        torch._inductor.config.compile_threads = min(_MAX_WORKERS, _cores_per_rank(world_size))
+
+
+def _cores_per_rank(world_size: int) -> int:
+    ranks = max(1, world_size // int(os.environ.get("LT_NUM_NODES", 1)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)
 
 
 def _start_compiler() -> None:
@@ -117,6 +129,12 @@ def _start_compiler() -> None:
         importlib.import_module("torch._inductor.compile_fx")
     except Exception as error:  # the first step will fail too, and report the error
         log.debug("the compiler did not start early: %s", error)
+
+
+def _hash_triton() -> None:
+    """Computes what each key of Triton's cache holds of Triton itself, once: threads that need it all would."""
+    with contextlib.suppress(Exception):
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 @contextlib.contextmanager

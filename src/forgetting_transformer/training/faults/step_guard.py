@@ -42,7 +42,7 @@ class StepGuard:
         self._device = device
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         self._in_a_row = torch.zeros((), dtype=torch.float64, device=device)
-        #: On their way to the host: batch, verdict, and the event after which it is there (None: it is).
+        #: On their way to the host: batch, verdict, and the event after which it is there (None: it is there).
         self._verdicts: collections.deque[tuple[int, Tensor, torch.cuda.Event | None]] = collections.deque()
         self._reports: list[BadStep] = []
         #: Bad steps in a row, as far as the host knows.
@@ -83,7 +83,7 @@ class StepGuard:
             step()
 
     def poll(self, wait: bool = False) -> None:
-        """Collects steps that were left out, for `take_reports`: the loop may call this, and a callback that.
+        """Collects steps that were left out. The loop calls this; a callback then calls `take_reports`.
 
         Args:
             wait: for the device, so that the last step is known too.

@@ -18,8 +18,8 @@ class Stop(IntEnum):
 class Vote:
     """A vote of all ranks at every step, which neither device nor host waits for.
 
-    The ranks' wishes are combined over a gloo group while the next step is under way, so a wish acts after the step
-    that follows it: on one process at once, on several one step later. Every rank must call `cast` equally often.
+    The ranks' wishes are combined over a gloo group while the next step is under way, so a wish takes effect one step
+    later; with one process, at once. Every rank must call `cast` equally often.
     """
 
     def __init__(self, world_size: int, timeout: timedelta | None = None) -> None:

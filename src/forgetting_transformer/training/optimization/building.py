@@ -14,7 +14,7 @@ from forgetting_transformer.training.config import ConfigError, OptimizerConfig,
 
 
 def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConfig) -> Optimizer:
-    """Builds the optimizer from the parameters that the strategy left behind: sharding replaces them.
+    """Builds the optimizer over the parameters of the model as the strategy has set it up: sharding replaces them.
 
     Raises:
         ConfigError: it is no PyTorch optimizer, which would show only when the run is continued, or does not hold

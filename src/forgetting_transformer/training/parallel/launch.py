@@ -74,8 +74,13 @@ def expected_world_size(config: Config) -> int:
     devices = config.fabric.devices
     if devices != "auto":
         return devices
-    use_cuda = config.fabric.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
-    return torch.cuda.device_count() if use_cuda else 1
+    return torch.cuda.device_count() if expected_device(config).type == "cuda" else 1
+
+
+def expected_device(config: Config) -> torch.device:
+    """Type of the device that will train, as far as is known before the processes are connected."""
+    accelerator = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
+    return torch.device("cuda" if accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available() else "cpu")
 
 
 def _strategy(config: Config, world_size: int) -> Strategy | str:

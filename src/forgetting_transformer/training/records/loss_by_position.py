@@ -1,6 +1,6 @@
 """Loss at every position: its sums in training and evaluations, and the reported means.
 
-Axes: B sequences, T positions. Of packed documents a position is that in the document.
+Axes: B sequences, T positions. With packed documents, positions count within each document.
 """
 
 import math
@@ -40,8 +40,8 @@ class PositionSums:
 
         Args:
             weight_B: 0 for those that only fill up a batch, 1 for the others. Default 1.
-            position_BT: of packed documents, the position of each token in its own; of whole rows.
-            part: which positions of the rows the losses are of.
+            position_BT: with packed documents, the position of each token in its document; for whole rows.
+            part: positions of the rows that the losses belong to.
         """
         if position_BT is not None:
             position_N = position_BT[:, part].flatten().long()
@@ -89,7 +89,7 @@ class StepLosses(PositionSums):
 
         Args:
             start: its first row among this rank's.
-            position_BT: of packed documents, the position of each token in its own.
+            position_BT: as of `add`.
         """
         self.add(loss_BT, position_BT=position_BT, part=self._part)
         row = self._first_row + start
@@ -97,7 +97,7 @@ class StepLosses(PositionSums):
 
 
 def _add_at(total_T: Tensor, position_N: Tensor, value_N: Tensor) -> None:
-    """`total[position[n]] += value[n]` in the same order at every start: each of these is so on one of the devices."""
+    """`total[position[n]] += value[n]` in the same order at every start: one function keeps it on GPUs, one on CPUs."""
     if total_T.is_cuda:
         total_T.index_put_((position_N,), value_N, accumulate=True)
     else:
