@@ -14,10 +14,13 @@ programs add to the same rows, and sums must have the same bits every time, so p
 
 Roles in a program: two warpgroups of 64 keys each compute, one warp loads, one warp adds to memory in turn, and two
 warps sum the gradients of scores of each query. These sums, and those of each key, are of the same rounded numbers:
-`decay.gate_gradient_kernel` says why.
+`decay.gate_gradient_kernel` says why. All are products with ones on the tensor cores: additions would take longer.
 
     a warpgroup, for a tile of M queries:
-    Sᵀ = K Qᵀ, dPᵀ = V dOᵀ → Pᵀ → dV += Pᵀ dO, dSᵀ → dK += dSᵀ Q, and, once the other's dSᵀ is there, half of dQ = dS K
+    Sᵀ = K Qᵀ, dPᵀ = V dOᵀ → Pᵀ → dV += Pᵀ dO, dSᵀ → dK += dSᵀ Q, and half of dQ = dS K of the tile before
+
+The gradient of queries needs dSᵀ of both warpgroups. It is one tile late so that neither waits for the other, and they
+take turns at what is not a product: one exponentiates while the other's products run.
 
 Axes and tensors as in `hopper.py`; M queries of a tile, N = 128 keys.
 """
@@ -42,7 +45,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E
 from forgetting_transformer.ops.forgetting_attention.hopper import (
-    _LAUNCH,
     _ROWS,
     _STRETCH,
     _accumulators,
@@ -54,6 +56,7 @@ from forgetting_transformer.ops.forgetting_attention.hopper import (
     _rows_of,
     _scores,
     _start_load,
+    launch_options,
     located,
     vectors,
 )
@@ -122,9 +125,35 @@ def _rounded(x, dtype: gl.constexpr):
 
 
 @gluon.jit
+def _one_of_two(sums):
+    """Of the eight equal columns of a product with ones, one for each thread."""
+    return gl.max(gl.reshape(sums, [_ROWS, 4, 2]), 2)
+
+
+@gluon.jit
+def _query_gradient(k_tile, d_score_T, W: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr):
+    """Start the product of a tile's gradients of scores and the program's keys: this warpgroup's half."""
+    if HEAD_DIM == 2 * _ROWS:
+        k_tile = k_tile.slice(W * _ROWS, _ROWS, dim=1)
+    if M == 2 * _ROWS:
+        d_score_T = d_score_T.slice(W * _ROWS, _ROWS, dim=1)
+    nothing = gl.zeros([_ROWS, _ROWS], gl.float32, _accumulators(_ROWS))
+    return warpgroup_mma(d_score_T.permute((1, 0)), k_tile, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _hand_on(dq, dq_tile, dq_ready, dq_free, phase):
+    """Leave gradients of queries to the warp that adds them to memory."""
+    mbarrier.wait(dq_free.index(0), phase)
+    dq_tile.store(dq)
+    fence_async_shared()
+    mbarrier.arrive(dq_ready.index(0), count=1)
+
+
+@gluon.jit
 def _step(
-    dk, dv, column_sum, m, stage, phase,
-    k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
+    dk, dv, column_sum, m, has_before, stage, phase,
+    k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile, ones, turns,
     q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free, bias, key, limit, before, scale,
     W: gl.constexpr, MASKED: gl.constexpr, HAS_FIRST: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
@@ -133,17 +162,13 @@ def _step(
     # Zero, which the assembler does not know: addresses that it knew it would keep in registers that are not there.
     zero = stage >> 1
     k_tile, v_tile = k_tiles.index(zero).slice(W * _ROWS, _ROWS), v_tiles.index(zero).slice(W * _ROWS, _ROWS)
-    k_columns, d_score = k_tiles.index(zero), d_score_tiles.index(stage)
-    if HEAD_DIM == 2 * _ROWS:
-        k_columns = k_columns.slice(W * _ROWS, _ROWS, dim=1)
-    if M == 2 * _ROWS:
-        d_score = d_score.slice(W * _ROWS, _ROWS, dim=1)
 
     mbarrier.wait(q_ready.index(stage), phase)
     score_T = _scores(k_tile, q_tiles.index(stage), M)
     mbarrier.wait(d_out_ready.index(stage), phase)
     d_weight_T = _scores(v_tile, d_out_tiles.index(stage), M)
     score_T = warpgroup_mma_wait(1, deps=[score_T])
+    mbarrier.wait(turns.index(W), stage ^ (1 - W))
     shift = bias + shifts.index(stage).load(_rows_of(M))
     normaliser = normalisers.index(stage).load(_columns_of(M))
     # In this order: sums that need no scores would be computed early and take registers.
@@ -159,31 +184,33 @@ def _step(
     d_score_T = _rounded(weight_T * (d_weight_T - delta[None, :]), q_tiles.dtype)
     p_T = gl.convert_layout(weight_T.to(q_tiles.dtype), _left_operand(HEAD_DIM))
 
-    # The other warpgroup has read what lay here: it has written to the other place since, which was waited for.
+    mbarrier.arrive(turns.index(1 - W), count=1)
+
     mbarrier.wait(d_score_free.index(stage), phase ^ 1)
     d_score_tiles.index(stage).slice(W * _ROWS, _ROWS).store(d_score_T)
     running_dv = warpgroup_mma(p_T, d_out_tiles.index(stage), dv, is_async=True)
     fence_async_shared()
     mbarrier.arrive(d_score_ready.index(stage), count=1)
-    column_sum += gl.sum(d_score_T.to(gl.float32), 1)
-    d_score_T = gl.convert_layout(d_score_T, _left_operand(HEAD_DIM))
-    mbarrier.wait(d_score_ready.index(stage), phase)
-    nothing = gl.zeros([_ROWS, _ROWS], gl.float32, _accumulators(_ROWS))
-    running_dq = warpgroup_mma(d_score.permute((1, 0)), k_columns, nothing, use_acc=False, is_async=True)
-    running_dk = warpgroup_mma(d_score_T, q_tiles.index(stage), dk, is_async=True)
-    dv, dq = warpgroup_mma_wait(1, deps=[running_dv, running_dq])
-    mbarrier.wait(dq_free.index(0), stage ^ 1)
-    dq_tile.store(dq)
-    fence_async_shared()
-    mbarrier.arrive(dq_ready.index(0), count=1)
-    dk = warpgroup_mma_wait(0, deps=[running_dk])
+    d_score_operand = gl.convert_layout(d_score_T, _left_operand(HEAD_DIM))
+    running_dk = warpgroup_mma(d_score_operand, q_tiles.index(stage), dk, is_async=True)
+    nothing = gl.zeros([_ROWS, 8], gl.float32, _accumulators(8))
+    d_score_operand = gl.convert_layout(d_score_T, _left_operand(8))
+    sums = warpgroup_mma(d_score_operand, ones.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(d_score_ready.index(stage ^ 1), phase ^ stage ^ 1)
+    dv = warpgroup_mma_wait(2, deps=[running_dv])
+    dq = _query_gradient(k_tiles.index(zero), d_score_tiles.index(stage ^ 1), W, HEAD_DIM, M)
+    dk, sums, dq = warpgroup_mma_wait(0, deps=[running_dk, sums, dq])
     mbarrier.arrive(free.index(stage), count=1)
+    column_sum += _one_of_two(sums)
+    if has_before:  # else dq comes from what lay in memory
+        mbarrier.arrive(d_score_free.index(stage ^ 1), count=1)
+        _hand_on(dq, dq_tile, dq_ready, dq_free, stage)
     return dk, dv, column_sum
 
 
 @gluon.jit
 def _compute(
-    k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
+    k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile, ones, turns,
     once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
     suffix, end_queries, start_n, before, start, end_full, end, scale, sm_scale,
     dk_tiles, dv_tiles, d_row, d_column, column_sum_ptr,
@@ -196,7 +223,7 @@ def _compute(
         limit = gl.load(end_queries + key)
     dk = gl.zeros([_ROWS, HEAD_DIM], gl.float32, _accumulators(HEAD_DIM))
     dv = gl.zeros([_ROWS, HEAD_DIM], gl.float32, _accumulators(HEAD_DIM))
-    column_sum = gl.zeros([_ROWS], gl.float32, _rows_of(M))
+    column_sum = _one_of_two(gl.zeros([_ROWS, 8], gl.float32, _accumulators(8)))
     end_diagonal = gl.minimum(start + _STRETCH, end)
 
     if start < end:
@@ -204,16 +231,16 @@ def _compute(
     stage, phase = 0, 0
     for m in range(start, end_diagonal, M):
         dk, dv, column_sum = _step(
-            dk, dv, column_sum, m, stage, phase,
-            k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
+            dk, dv, column_sum, m, m > start, stage, phase,
+            k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile, ones, turns,
             q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free, bias, key, limit, before, scale,
             W, True, HAS_FIRST, HEAD_DIM, M,
         )  # fmt: skip
         stage, phase = _next_stage(stage, phase, _STAGES)
     for m in range(end_diagonal, end_full, M):
         dk, dv, column_sum = _step(
-            dk, dv, column_sum, m, stage, phase,
-            k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
+            dk, dv, column_sum, m, m > start, stage, phase,
+            k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile, ones, turns,
             q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free, bias, key, limit, before, scale,
             W, False, HAS_FIRST, HEAD_DIM, M,
         )  # fmt: skip
@@ -221,14 +248,19 @@ def _compute(
     if HAS_FIRST:
         for m in range(end_full, end, M):
             dk, dv, column_sum = _step(
-                dk, dv, column_sum, m, stage, phase,
-                k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
-                q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free, bias, key, limit, before,
-                scale,
+                dk, dv, column_sum, m, m > start, stage, phase,
+                k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile, ones,
+                turns, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free, bias, key, limit,
+                before, scale,
                 W, True, HAS_FIRST, HEAD_DIM, M,
             )  # fmt: skip
             stage, phase = _next_stage(stage, phase, _STAGES)
-    gl.store(column_sum_ptr + key, column_sum)
+    if start < end:
+        stage ^= 1
+        mbarrier.wait(d_score_ready.index(stage), phase ^ stage)
+        dq = _query_gradient(k_tiles.index(0), d_score_tiles.index(stage), W, HEAD_DIM, M)
+        _hand_on(warpgroup_mma_wait(0, deps=[dq]), dq_tile, dq_ready, dq_free, stage ^ 1)
+    gl.store(column_sum_ptr + key, gl.convert_layout(gl.max(column_sum, 1), _rows_of(M)))
     # Through the place of this warpgroup's values, which no other reads.
     place = v_tiles.index(0).slice(W * _ROWS, _ROWS)
     place.store(dv.to(v_tiles.dtype))
@@ -276,7 +308,6 @@ def _sum_rows(
     M: gl.constexpr,
 ):  # fmt: skip
     """Two warps: sums of the gradients of scores of each query over the program's keys."""
-    # As a product with ones on the tensor cores: two warps have no time for so many additions.
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 1], instr_shape=[16, 8])
     ones = gl.full([16, 8], 1.0, d_score_tiles.dtype, gl.DotOperandLayout(1, sums, 2))
     stage, phase = 0, 0
@@ -387,22 +418,25 @@ def backward_kernel(
     deltas = gl.allocate_shared_memory(gl.float32, [_STAGES, M], delta.layout)
     shifts = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], delta.layout)
     row_sum_tile = gl.allocate_shared_memory(gl.float32, [M], row_sum.layout)
+    ones = gl.allocate_shared_memory(q.dtype, [8, M], q.layout)
+    ones.store(gl.full([8, M], 1.0, q.dtype, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])))
+    fence_async_shared()
     once_ready, q_ready, d_out_ready = _barriers(1, 1), _barriers(_STAGES, 1), _barriers(_STAGES, 1)
-    free, d_score_ready, d_score_free = _barriers(_STAGES, 2), _barriers(_STAGES, 2), _barriers(_STAGES, 1)
+    free, d_score_ready, d_score_free = _barriers(_STAGES, 2), _barriers(_STAGES, 2), _barriers(_STAGES, 3)
     dq_ready_0, dq_free_0, dq_ready_1, dq_free_1 = _barriers(1, 1), _barriers(1, 1), _barriers(1, 1), _barriers(1, 1)
-    row_sum_ready, row_sum_free = _barriers(1, 1), _barriers(1, 1)
+    row_sum_ready, row_sum_free, turns_to_compute = _barriers(1, 1), _barriers(1, 1), _barriers(2, 1)
     gl.warp_specialize(
         [
             (_compute, (
                 k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas,
-                shifts, d_score_tiles, dq_tiles.index(0),
+                shifts, d_score_tiles, dq_tiles.index(0), ones, turns_to_compute,
                 once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready_0, dq_free_0,
                 suffix, end_queries, start_n, before, start, end_full, end, scale, sm_scale,
                 dk, dv, d_row, d_column, column_sum, 0, HAS_FIRST, HEAD_DIM, M,
             )),
             (_compute, (
                 k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers,
-                deltas, shifts, d_score_tiles, dq_tiles.index(1),
+                deltas, shifts, d_score_tiles, dq_tiles.index(1), ones, turns_to_compute,
                 once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready_1, dq_free_1,
                 suffix, end_queries, start_n, before, start, end_full, end, scale, sm_scale,
                 dk, dv, d_row, d_column, column_sum, 1, HAS_FIRST, HEAD_DIM, M,
@@ -459,8 +493,9 @@ class _Backward:
         self.rows = vectors(sizes.rows * sizes.queries, m)
         self.numbers = sizes.heads, sizes.group, *sizes.lengths
         self.launch = Launch(
-            backward_kernel, sizes.stretches * sizes.rows, HAS_FIRST=inputs.has_first, HEAD_DIM=head_dim, M=m, **_LAUNCH
-        )
+            backward_kernel, sizes.stretches * sizes.rows, HAS_FIRST=inputs.has_first, HEAD_DIM=head_dim, M=m,
+            **launch_options(2),
+        )  # fmt: skip
         self.finish = Launch(finish_kernel, sizes.blocks * sizes.rows, HEAD_DIM=head_dim, ROWS=_STRETCH.value, **FUSED)
 
 
