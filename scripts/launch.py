@@ -176,7 +176,8 @@ def conclude(error: Exception | None, outcome: str | None) -> tuple[int, list[st
         }  # fmt: skip
         if outcome == "preempted" and len(stopped) == len(failures):
             return console.PREEMPTED_EXIT_CODE, []
-        silent = {rank: failure for rank, failure in failures.items() if failure.error_file == "<N/A>"}
+        # One that ends with 1 has printed its error: `console.fail`, or Python with a traceback.
+        silent = {rank: failure for rank, failure in failures.items() if failure.exitcode != 1}
         if silent.keys() - stopped or len(silent) < len(failures):
             # The others were stopped because one failed, which is named here or has printed its error.
             silent = {rank: failure for rank, failure in silent.items() if rank not in stopped}

@@ -11,7 +11,7 @@ import types
 
 import pytest
 
-from forgetting_transformer import console
+from forgetting_transformer import console, train
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.composer import compose_config
 from forgetting_transformer.training import ConfigError
@@ -101,6 +101,14 @@ def test_what_all_ranks_find_wrong_is_said_by_the_first(rank, kept_signals, monk
         console.fail("ConfigError: train.max_tokens")
     assert capsys.readouterr().err == ""
     assert "ConfigError: train.max_tokens" in (tmp_path / "rank-1.log").read_text()
+
+
+def test_a_config_is_printed_by_the_first_rank(rank, monkeypatch, capsys):
+    for number in (0, 1):
+        rank(number)
+        monkeypatch.setattr(sys, "argv", ["train.py", "+experiment/demo=fox_pro", "--cfg", "job"])
+        assert train.compose_or_explain() is None
+        assert ("max_tokens" in capsys.readouterr().out) is (number == 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")

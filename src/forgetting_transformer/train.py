@@ -15,6 +15,8 @@ prints the composed config without training. `preflight=true` trains nothing eit
 states the cost of the run, and proposes the fastest settings that fit.
 """
 
+import contextlib
+import io
 import logging
 import os
 import sys
@@ -68,7 +70,9 @@ def compose_or_explain() -> training.Config | None:
                 "each job"
             )
         sys.argv[1:] = composition.for_hydra(sys.argv[1:], folders)
-        compose()
+        # Hydra prints --help and --cfg.
+        with contextlib.nullcontext() if console.first_of_node() else contextlib.redirect_stdout(io.StringIO()):
+            compose()
         if not _composed:
             return None
         errors.check_groups(map(str, _composed[0]), folders)

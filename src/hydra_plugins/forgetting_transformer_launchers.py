@@ -94,6 +94,7 @@ class FabricLauncher(Launcher):
         Raises:
             SweepError, ConfigError: the jobs cannot be run at all; nothing was started.
         """
+        from forgetting_transformer.files import write_atomically
         from forgetting_transformer.sweep import SweepError, runner
         from forgetting_transformer.sweep.jobs import State
 
@@ -101,7 +102,7 @@ class FabricLauncher(Launcher):
         folder = Path(self.config.hydra.sweep.dir).absolute()
         results = runner.run_jobs(self._jobs(job_overrides), runner.Machine.of(self.settings), folder)
         table = runner.summary(results)
-        (folder / f"summary-{initial_job_idx}.md").write_text(f"{table}\n", encoding="utf-8")
+        write_atomically(folder / f"summary-{initial_job_idx}.md", f"{table}\n")
         print(f"\n{table}\n", flush=True)
         if any(result.state == State.INTERRUPTED for result in results):
             raise SystemExit("stopped; the same command continues the jobs from their last checkpoints")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from forgetting_transformer.training.callbacks.base import Callback, Callbacks
+from forgetting_transformer.training.callbacks.profile import Profile
 from forgetting_transformer.training.errors import TrainingError
 from tests.training.conftest import STEP, Job, assert_same_run, changed, dies, lines, refused, status, train
 
@@ -64,6 +65,7 @@ from forgetting_transformer.training.callbacks import Callback
 class Vandal(Callback):
     all_ranks = True
     evaluates = True
+    kind = "vandal"
     interval = 128
 
     def on_start(self, trainer):
@@ -156,3 +158,18 @@ def test_a_hook_that_fails_is_named():
     with pytest.raises(ZeroDivisionError) as error:
         Callbacks(trainer, [], [Fails()]).call_all("on_save", None)
     assert error.value.__notes__ == ["raised by on_save of callbacks.fails; the last good checkpoint is at 512 tokens"]
+
+
+def test_a_trace_that_cannot_be_written_costs_a_warning_and_not_the_run(tmp_path, caplog):
+    (tmp_path / "file").write_text("where the folder of traces would be")
+    trainer = SimpleNamespace(
+        counters=SimpleNamespace(token_count=0),
+        fabric=SimpleNamespace(global_rank=0),
+        directory=SimpleNamespace(traces=tmp_path / "file/traces"),
+    )
+    profile = Profile(1, 1)
+    profile.on_start(trainer)
+    for _ in range(2):
+        profile.on_step(trainer, None)
+    profile.on_end(trainer)
+    assert "train.profile_steps: no trace" in caplog.text and "file/traces" in caplog.text

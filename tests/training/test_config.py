@@ -197,6 +197,7 @@ REFUSED = [
     # One is not true, and true is not one.
     (1, "train.compile=1", "^train.compile=1 must be 'auto', true or false"),
     (1, "optimizer.lr=true", "^optimizer.lr=True must be a number"),
+    (1, "train.profile_steps=[5,4]", r"^train.profile_steps=\[5, 4\] must be \[first, last\]"),
     (1, "train.profile_steps=[5]", r"^train.profile_steps=\[5\]: List should have at least 2 items"),
     (1, "train.max_tokens=0.5", "^train.max_tokens=0.5 must be a whole number"),
     (1, "fabric.devices=0", r"^fabric.devices=0 must be a number of processes from 1 to 1,024, or 'auto' "),

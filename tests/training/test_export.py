@@ -1,6 +1,7 @@
 """Export: what is loaded elsewhere is what was trained."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -230,6 +231,17 @@ def test_the_card_of_an_export_loads_it_and_names_no_place(tiny, tmp_path, finis
     for file in folder.iterdir():
         for place in (run, tmp_path, tiny["data_dir"], ROOT):
             assert str(place).encode() not in file.read_bytes(), file.name
+
+
+def test_a_tag_that_is_not_utf_8_is_in_the_card(tiny, tmp_path, finished, tokenizer, monkeypatch):
+    def tagged(checkpoint):
+        checkpoint, state, model = load_checkpoint(checkpoint)
+        state["config"]["tag"] = os.fsdecode(b"caf\xe9")
+        return checkpoint, state, model
+
+    monkeypatch.setattr("forgetting_transformer.training.export.folder.load_checkpoint", tagged)
+    export(Path(finished(tiny)), tmp_path / "hf", tokenizer=tokenizer)
+    assert "# caf\\udce9\n" in (tmp_path / "hf" / CARD).read_text(encoding="utf-8")
 
 
 def test_a_card_that_no_export_wrote_or_that_was_edited_is_kept(tiny, tmp_path, finished, tokenizer):

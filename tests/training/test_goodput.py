@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from forgetting_transformer.training.callbacks.goodput import describe, shares
-from forgetting_transformer.training.clock import CATEGORIES
+from forgetting_transformer.training.callbacks.goodput import Goodput, describe, shares
+from forgetting_transformer.training.clock import CATEGORIES, Clock
 from tests.training.conftest import STEP, Job, before, changed, dies, lines, train
 
 pytestmark = pytest.mark.slow
@@ -36,6 +37,19 @@ def test_what_came_after_the_checkpoint_a_later_start_used_was_lost():
     # A damaged newest checkpoint: the third start goes back to one before it, and the first one's work is lost.
     starts[2]["from_step"] = 40
     assert shares(starts)["lost"] * 260 == pytest.approx(110 + 20)
+
+
+def test_a_start_that_ends_while_it_saves_has_lost_only_what_came_after_the_checkpoint_before(tmp_path):
+    trainer = SimpleNamespace(counters=SimpleNamespace(token_count=0), stages=Clock("a"), report=lambda *_, **__: None)
+    goodput = Goodput(tmp_path / "goodput.json", Clock("start"))
+    goodput.on_start(trainer)
+    for step, is_written in ((100, True), (200, False)):
+        trainer.counters.token_count = step
+        goodput.on_interval(trainer, "save")
+        if is_written:
+            goodput.on_save(trainer, SimpleNamespace(step=step, copy_seconds=1.0, write_seconds=2.0))
+    goodput.on_interval(trainer, "log")
+    assert json.loads((tmp_path / "goodput.json").read_text())["starts"][0]["saved"][0] == 100
 
 
 def test_a_run_accounts_for_all_its_starts(tiny):

@@ -3,6 +3,8 @@
 Each of them would train something else in silence, or fail far from its cause.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,8 @@ from torch import nn
 from forgetting_transformer.data.batch_checks import check_batch, check_tokens
 from forgetting_transformer.data.corpus import shifted
 from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.training.callbacks.base import Callback, Callbacks
+from forgetting_transformer.training.errors import TrainingError
 from tests.model.small_models import small
 from tests.training.conftest import STEP, changed, refused
 
@@ -80,10 +84,30 @@ from forgetting_transformer.training.callbacks import Callback
 @plugins.CALLBACKS.register("mine")
 class Mine(Callback):
     def on_interval(self, trainer, kind):
-        trainer.report("mine", {"a": torch.ones(1)})
+        trainer.report({report})
 """
 
 
-def test_a_callback_that_reports_what_is_not_json_is_named(tiny):
-    said = refused(changed(tiny, callbacks=["mine"], train__max_tokens=6 * STEP), patch=CALLBACK)
-    assert "TypeError: Object of type Tensor is not JSON" in said and "raised by on_interval of callbacks.mine" in said
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        ("'mine', {'a': torch.ones(1)}", "TypeError: Object of type Tensor is not JSON"),
+        (
+            "'train', {'loss': 1.0}",
+            "ValueError: a callback reports 'train', which callbacks.loss does too; use another",
+        ),
+    ],
+)
+def test_a_callback_that_breaks_what_a_run_writes_is_named(tiny, report, message):
+    patch = CALLBACK.format(report=report)
+    said = refused(changed(tiny, callbacks=["mine"], train__max_tokens=6 * STEP), patch=patch)
+    assert message in said and "raised by on_interval of callbacks.mine" in said
+
+
+def test_a_callback_that_evaluates_says_by_which_line_a_start_knows_that():
+    class Mine(Callback):
+        name, evaluates = "mine", True
+
+    trainer = SimpleNamespace(fabric=SimpleNamespace(is_global_zero=True))
+    with pytest.raises(TrainingError, match=r"callbacks\.mine evaluates, and has no kind"):
+        Callbacks(trainer, [], [Mine()])

@@ -284,6 +284,7 @@ class Trainer:
             arrays: for an npz file that holds `values` too.
             step: training tokens that it belongs to; default those done.
         """
+        self.callbacks.check_kind(kind)
         if self.metrics is not None:
             step = self.counters.token_count if step is None else step
             self.metrics.report(kind, step, values)

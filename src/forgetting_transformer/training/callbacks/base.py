@@ -111,6 +111,13 @@ class Callbacks:
         self._callbacks = [c for c in (*built_in, *chosen) if c.all_ranks or trainer.fabric.is_global_zero]
         self._on_step = [c for c in self._callbacks if _overrides(c, "on_step")]
         self._trusted = {id(c) for c in built_in}
+        self._writers: dict[str, Callback] = {}
+        for callback in chosen:
+            if callback.evaluates and not callback.kind:
+                raise TrainingError(
+                    f"callbacks.{callback.name} evaluates, and has no kind: a start could not tell what was evaluated. "
+                    "Set it to the kind of line that it reports then"
+                )
         #: The one whose hook is running.
         self.running: Callback | None = None
 
@@ -160,6 +167,11 @@ class Callbacks:
             if trainer.crossed(interval) or (trainer.finished and config.final_eval):
                 due.append(callback)
         return due
+
+    def check_kind(self, kind: str) -> None:
+        """Raises ValueError where another callback than the one that is running writes lines of `kind`."""
+        if self.running is not None and (other := self._writers.setdefault(kind, self.running)) is not self.running:
+            raise ValueError(f"a callback reports {kind!r}, which callbacks.{other.name} does too; use another name")
 
     def state(self) -> dict[str, Tensor]:
         """Small states for the checkpoint: `<callback>.<key>`.

@@ -38,6 +38,7 @@ class Goodput(Callback):
     def __init__(self, file: Path, clock: Clock) -> None:
         self._file, self._clock = file, clock
         self._start: dict[str, Any] = {}
+        self._saving: list[Any] = []
         self._earlier: list[dict[str, Any]] = []
 
     def on_start(self, trainer: TrainerInterface) -> None:
@@ -52,13 +53,14 @@ class Goodput(Callback):
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         step = trainer.counters.token_count
         if kind == "save":
-            # Time up to now is not lost if a run continues from this checkpoint.
-            self._start["saved"] = [step, self._clock.seconds()]
+            self._saving = [step, self._clock.seconds()]
         elif kind == "log":
             self._start["stages"] = {stage: round(seconds, 3) for stage, seconds in trainer.stages.seconds().items()}
             trainer.report(names.GOODPUT, self._write(step))
 
     def on_save(self, trainer: TrainerInterface, saved: "Saved") -> None:
+        # Time up to there is not lost if a run continues from this checkpoint, which is whole only now.
+        self._start["saved"] = self._saving
         values = {"checkpoint_time": saved.copy_seconds, "write_time": saved.write_seconds}
         trainer.report(names.CHECKPOINT, values, step=saved.step)
 

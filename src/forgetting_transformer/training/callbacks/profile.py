@@ -32,12 +32,12 @@ class Profile(Callback):
         def write(profile: Any) -> None:
             try:
                 handler(profile)
-            except OSError as error:  # a full disk must not cost the run
+            except (OSError, RuntimeError) as error:  # a full disk must not cost the run; PyTorch makes the folder
                 log.warning("train.profile_steps: no trace (%s)", error)
 
         # The tracer itself starts one step earlier, so that its own start is not in the trace.
         wait, warmup = max(0, self._first - 2), min(1, self._first - 1)
-        steps = profiler.schedule(wait=wait, warmup=warmup, active=max(1, self._last - self._first + 1), repeat=1)
+        steps = profiler.schedule(wait=wait, warmup=warmup, active=self._last - self._first + 1, repeat=1)
         self._profiler = profiler.profile(schedule=steps, on_trace_ready=write)
         self._profiler.start()
 

@@ -113,7 +113,7 @@ class Checkpointer:
         mine = self._writer.share(tensors)
         if self.background:
             mine = self._copied(mine)
-        arrays = {name: tensor.cpu().numpy().copy() for name, tensor in callback_state.items()}
+        arrays = {name: tensor.detach().cpu().numpy().copy() for name, tensor in callback_state.items()}
         copy_seconds = time.perf_counter() - started
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 

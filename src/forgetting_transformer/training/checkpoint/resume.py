@@ -55,6 +55,11 @@ def find_checkpoint(config: Config, run: RunDirectory, fabric: Fabric) -> Origin
     if checkpoint is not None or not config.fork_dir:
         return Origin(checkpoint=checkpoint)
     directory = RunDirectory(config.fork_dir)
+    if directory.is_official:
+        raise CheckpointError(
+            f"fork_dir={config.fork_dir} is a run of the authors' code: make a run of it with "
+            "scripts/import_checkpoint.py and fork that"
+        )
     checkpoint = _newest(fabric, directory.checkpoints, config.fork_step)
     if checkpoint is None:
         raise CheckpointError(

@@ -86,6 +86,10 @@ class TrainConfig:
                 "train.block_inputs_on_host=true moves what activation checkpointing keeps; set "
                 "train.gradient_checkpointing=true too"
             )
+        if self.profile_steps and self.profile_steps[0] > self.profile_steps[1]:
+            raise ConfigError(
+                f"train.profile_steps={self.profile_steps} must be [first, last], as in train.profile_steps=[10,12]"
+            )
 
 
 @dataclass(kw_only=True)

@@ -24,7 +24,7 @@ from forgetting_transformer.console import how_to_install
 from forgetting_transformer.data.model_tokenizer import check_vocabulary, load_tokenizer, longcrawl64_tokenizer
 from forgetting_transformer.data.storage.checksums import sha256_of
 from forgetting_transformer.data.storage.hub import model_folder
-from forgetting_transformer.files import explain, write_json
+from forgetting_transformer.files import explain, write_atomically, write_json
 from forgetting_transformer.model import registry
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, read_newest
@@ -100,7 +100,7 @@ def export(
             for file in new.glob("model*.safetensors"):  # safetensors makes them readable for their owner alone
                 shutil.copymode(new / "config.json", file)
             if not (kept_card := there.exists() and own.get(card.CARD) != sha256_of(there)):
-                (new / card.CARD).write_text(_card(origin, config, model, found_tokenizer is not None), "utf-8")
+                write_atomically(new / card.CARD, _card(origin, config, model, found_tokenizer is not None))
             files = {f.relative_to(new).as_posix(): sha256_of(f) for f in new.rglob("*") if f.is_file()}
             _check_replaceable(save_folder, before, {*own, *files}, origin, replace)
             for name in own.keys() - files.keys() - {card.CARD}:
