@@ -86,8 +86,7 @@ class Trainer:
         self.origin = resume.find_checkpoint(config, self.directory, fabric)
 
         self.begin("self-test")
-        with self.compilation.compiling_kernels():
-            model, self.backends = setup.model_and_kernels(config, fabric, self.data, self.origin, self.begin)
+        model, self.backends = setup.model_and_kernels(config, fabric, self.data, self.origin, self.begin)
         lengths = self.data.train_lengths().items()
         self.flops_per_token = sum(share * model.config.flops_per_token(length) for length, share in lengths)
 

@@ -24,8 +24,7 @@ from torch import nn
 from forgetting_transformer.ops import backends
 from forgetting_transformer.ops.selftest import find_backend
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.execution import graphs, kernel_compilers
-from forgetting_transformer.training.execution.kernel_compilers import KernelCompilers
+from forgetting_transformer.training.execution import graphs
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +38,8 @@ _MAX_WORKERS = 32
 class Compilation:
     """torch.compile in one run. Logs on rank 0.
 
-    Where something may be compiled, making one prepares it: limits, processes for kernels, and on threads, since it
-    takes seconds, the compiler and its processes. So make it first of all.
+    Where something may be compiled, making one prepares it: limits, and on threads, since it takes seconds, the
+    compiler and its processes. So make it early.
 
     Args:
         config: of the run. device: of this rank; its type alone counts.
@@ -51,17 +50,10 @@ class Compilation:
         self._warned_of: set[str] = set()
         self._starting: list[threading.Thread] = []
         on_cuda = device.type == "cuda"
-        self._kernel_compilers: KernelCompilers | None = None
-        if on_cuda and (cores := _cores_per_rank(world_size)) > 1 and kernel_compilers.are_useful():
-            self._kernel_compilers = KernelCompilers(cores)
         if config.train.compile is True or (config.train.compile == "auto" and on_cuda):
             _configure(world_size)
             if on_cuda:
                 self._starting = [_aside(_start_compiler), _aside(_hash_triton)]
-
-    def compiling_kernels(self) -> contextlib.AbstractContextManager[None]:
-        """For the time in which kernels are tested: Triton compiles side by side."""
-        return self._kernel_compilers.compiling() if self._kernel_compilers else contextlib.nullcontext()
 
     def compile(self, model: Any) -> None:
         """Compile blocks and loss of the model, as the strategy left it, at their first call; None: nothing."""
@@ -114,13 +106,9 @@ def _configure(world_size: int) -> None:
     torch._dynamo.config.optimize_ddp = False
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         # Its default ignores the other ranks of this node.
-        torch._inductor.config.compile_threads = min(_MAX_WORKERS, _cores_per_rank(world_size))
-
-
-def _cores_per_rank(world_size: int) -> int:
-    ranks = max(1, world_size // int(os.environ.get("LT_NUM_NODES", 1)))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks)
+        ranks = max(1, world_size // int(os.environ.get("LT_NUM_NODES", 1)))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch._inductor.config.compile_threads = max(1, min(_MAX_WORKERS, cores // ranks))
 
 
 def _start_compiler() -> None:
