@@ -64,7 +64,8 @@ def translate(config: DictConfig, typed: Sequence[str] = ()) -> None:
 
 
 def closest_key(key: str, known: Sequence[str]) -> str:
-    """ "; did you mean 'optimizer.lr'?" for optimizer.learning_rate and for lr; "" where nothing is like it.
+    """Returns "; did you mean 'optimizer.lr'?" for optimizer.learning_rate and for lr; without a similar key, the keys
+    of its section.
 
     Args:
         known: whole keys, with their sections.
@@ -73,10 +74,11 @@ def closest_key(key: str, known: Sequence[str]) -> str:
         return "; the file of an experiment must begin with the line '# @package _global_'"
     known = [*known, *(f"schedule.{name}" for name in SCHEDULE)]
     section, dot, name = key.rpartition(".")
-    name = OTHER_NAMES.get(name, name)
     beside = {k.removeprefix(section + dot).partition(".")[0] for k in known if k.startswith(section + dot)}
-    if near := difflib.get_close_matches(name, beside, 1):
-        return f"; did you mean {section + dot + near[0]!r}?"
+    names = {k: k for k in beside} | {other: own for other, own in OTHER_NAMES.items() if own in beside}
+    if near := difflib.get_close_matches(name, names, 1):
+        return f"; did you mean {section + dot + names[near[0]]!r}?"
     anywhere = {k.rpartition(".")[2]: k for k in known}
-    near = difflib.get_close_matches(name, anywhere, 1, cutoff=0.8)
-    return f"; did you mean {anywhere[near[0]]!r}?" if near else ""
+    if near := difflib.get_close_matches(OTHER_NAMES.get(name, name), anywhere, 1, cutoff=0.8):
+        return f"; did you mean {anywhere[near[0]]!r}?"
+    return f"; keys of {section}: {', '.join(sorted(beside))}" if section and beside else "; --help shows all keys"
