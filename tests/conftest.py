@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What is imported by now stays: collections of garbage need not pass over it, nor come as often as by default."""
+    """Imported modules stay in memory. The garbage collector need not search them, and may run less often."""
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
 

@@ -79,8 +79,8 @@ def patch_once(function, patch=interpreter._patch_lang):
 
 interpreter._patch_lang = patch_once
 
-# Half of what is left: every sum of 32 bits is computed in 64 too, which no GPU does outside of its debug mode; a table
-# of all types is made to look one up; and a tensor's type is made anew for every tensor. Offsets that wrap are found by
+# Half of the remaining time: each sum of 32 bits is computed in 64 too, for an assertion that only debug mode makes; a
+# table of all types is built for each lookup; each tensor gets a type object of its own. Wrapped offsets are found by
 # `test_layouts_of_inputs.py`.
 builder = interpreter.interpreter_builder
 builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

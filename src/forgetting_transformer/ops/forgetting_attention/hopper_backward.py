@@ -126,7 +126,7 @@ def _rounded(x, dtype: gl.constexpr):
 
 @gluon.jit
 def _one_of_two(sums):
-    """Of the eight equal columns of a product with ones, one for each thread."""
+    """Keep every other one of the eight equal columns of a product with ones: one column for each thread."""
     return gl.max(gl.reshape(sums, [_ROWS, 4, 2]), 2)
 
 

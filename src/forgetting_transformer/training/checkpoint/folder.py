@@ -76,9 +76,11 @@ def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None 
     while (checkpoint := newest_valid(folder, step)) is not None:
         try:
             return read(checkpoint)
-        except (CheckpointError, OSError):
+        except (CheckpointError, OSError) as error:
             if checkpoint.path.exists():
-                raise
+                if isinstance(error, CheckpointError):
+                    raise
+                raise CheckpointError(f"{checkpoint.path} cannot be read: {reason_of(error)}") from error
             log.info("%s was deleted while it was read; taking the next", checkpoint.path)
     wanted = "" if step is None else f" at step {step}"
     raise CheckpointError(f"no valid checkpoint{wanted} in {folder}; it holds {steps_in(folder) or 'nothing'}")

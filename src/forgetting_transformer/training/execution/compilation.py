@@ -53,7 +53,7 @@ class Compilation:
         if config.train.compile is True or (config.train.compile == "auto" and on_cuda):
             _configure(world_size)
             if on_cuda:
-                self._starting = [_aside(_start_compiler), _aside(_hash_triton)]
+                self._starting = [_start_thread(_start_compiler), _start_thread(_hash_triton)]
 
     def compile(self, model: Any) -> None:
         """Compile blocks and loss of the model, as the strategy left it, at their first call; None: nothing."""
@@ -87,7 +87,7 @@ class Compilation:
                         log.warning("a part of the model runs uncompiled, which is slower: %s", what)
 
 
-def _aside(action: Callable[..., None], *arguments: Any) -> threading.Thread:
+def _start_thread(action: Callable[..., None], *arguments: Any) -> threading.Thread:
     """Starts a thread, which takes PyTorch's settings over: they belong to a thread."""
     thread = threading.Thread(target=contextvars.copy_context().run, args=(action, *arguments), daemon=True)
     thread.start()
@@ -138,7 +138,7 @@ def compiling(config: Config, fabric: Fabric, model: Any, packed: bool) -> Itera
         return
     before = backends.faults()
     rows, length = config.sequences_at_once(fabric.world_size), config.datamodule.train_batch_len
-    thread = _aside(_attempt, fabric, copy.deepcopy(model), rows, length)
+    thread = _start_thread(_attempt, fabric, copy.deepcopy(model), rows, length)
     try:
         yield
     finally:

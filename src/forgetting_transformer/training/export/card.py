@@ -41,7 +41,7 @@ def text(
     """The text of a card, with Python code that loads the model and, with a tokenizer, lets it write.
 
     Args:
-        dataset: of the run; LongCrawl64 has a tokenizer of its own.
+        dataset: name of the corpus. LongCrawl64 needs this package's tokenizer class.
         plugins: that the model needs.
     """
     lines = ["import forgetting_transformer.model  # registers the model classes"]

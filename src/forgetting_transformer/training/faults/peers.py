@@ -42,7 +42,7 @@ class Peers:
         self.rank, self.world_size = rank, world_size
         if world_size > 1:
             self._store = dist.PrefixStore("peers", dist.distributed_c10d._get_default_store())
-            self._publish(f"{rank}", f"{os.getpid()} {socket.gethostname()}")
+            self._publish(f"{rank}", f"{os.getpid()} {_machine()}")
 
     def failed(self, reason: str) -> None:
         """Records that this rank ends, and why. Never raises."""
@@ -101,9 +101,9 @@ class Peers:
         return f"{blame or _ANOTHER} (seen here as: {text.strip().splitlines()[0][:300]})"
 
     def _process(self, rank: int) -> int:
-        """Number of its process if that is on this machine; 0 elsewhere."""
+        """Number of its process if that is on this machine, and in this container; 0 elsewhere."""
         process, _, machine = (self._published(f"{rank}") or "").partition(" ")
-        return int(process) if machine == socket.gethostname() else 0
+        return int(process) if machine == _machine() else 0
 
     def _publish(self, key: str, value: str) -> None:
         with contextlib.suppress(Exception):  # the store may be what is gone
@@ -115,6 +115,13 @@ class Peers:
             if self._store.check([key]):
                 return self._store.get(key).decode(errors="replace")
         return None
+
+
+def _machine() -> str:
+    """Name of the machine, and on it the container, in which a process number means the same."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
 
 
 def is_gone(process: int) -> bool:

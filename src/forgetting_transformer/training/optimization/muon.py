@@ -1,4 +1,4 @@
-"""What Muon needs: which parameters it takes, and two optimizers as one."""
+"""Parts of Muon: the choice of its parameters, and an optimizer that combines several."""
 
 from collections.abc import Callable
 from typing import Any
