@@ -69,12 +69,16 @@ def compile_for_hopper(name: str, head_dim: int, has_first: bool) -> None:
 
     if name == "backward":
         kernel, tile, stages = hopper_backward.backward_kernel, hopper_backward.TILES[name, head_dim], 2
+        warpgroups = 2
     else:
-        kernel, (tile, stages) = getattr(hopper, f"{name}_kernel"), hopper.TILES[name, head_dim]
-    constants = {"HEAD_DIM": head_dim, "STAGES": stages, "HAS_FIRST": has_first, "N": tile, "M": tile}
+        kernel, (warpgroups, tile, stages) = hopper.forward_kernel, hopper.TILES[name, head_dim]
+    constants = {
+        "HEAD_DIM": head_dim, "STAGES": stages, "HAS_FIRST": has_first, "N": tile, "M": tile, "WARPGROUPS": warpgroups
+    }  # fmt: skip
     constants |= {} if has_first else {"first_key_ptr": None, "end_query_ptr": None}
-    streamed = ("q", "d_out") if name == "backward" else ("k", "v")
-    rows = {x: tile if x in streamed else 128 for x in ("q", "k", "v", "d_out")} | {"dk": 64, "dv": 64}
+    rows = {"q": 64, "k": tile, "v": tile}
+    if name == "backward":
+        rows = {"q": tile, "d_out": tile, "k": 128, "v": 128, "dk": 64, "dv": 64}
     descriptors = {argument: descriptor("bf16", [n, head_dim], 128, 16) for argument, n in rows.items()}
     vectors = ("suffix_vector", "log_normaliser", "delta", "row_sum")
     descriptors |= {"dq": descriptor("fp32", [64, 64], 128, 32)} | dict.fromkeys(
@@ -82,7 +86,8 @@ def compile_for_hopper(name: str, head_dim: int, has_first: bool) -> None:
     )
     compile_kernel(
         kernel, 90, constants, lambda x: descriptors.get(x) or type_of(x),
-        lambda x: x.endswith(("_ptr", *LOCATIONS, "num_queries", "num_keys")), hopper._LAUNCH, is_gluon=True,
+        lambda x: x.endswith(("_ptr", *LOCATIONS, "num_queries", "num_keys")), hopper.launch_options(warpgroups),
+        is_gluon=True,
     )  # fmt: skip
 
 

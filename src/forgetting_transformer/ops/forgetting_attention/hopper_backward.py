@@ -45,7 +45,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E
 from forgetting_transformer.ops.forgetting_attention.hopper import (
-    _LAUNCH,
     _ROWS,
     _STRETCH,
     _accumulators,
@@ -57,6 +56,7 @@ from forgetting_transformer.ops.forgetting_attention.hopper import (
     _rows_of,
     _scores,
     _start_load,
+    launch_options,
     located,
     vectors,
 )
@@ -493,8 +493,9 @@ class _Backward:
         self.rows = vectors(sizes.rows * sizes.queries, m)
         self.numbers = sizes.heads, sizes.group, *sizes.lengths
         self.launch = Launch(
-            backward_kernel, sizes.stretches * sizes.rows, HAS_FIRST=inputs.has_first, HEAD_DIM=head_dim, M=m, **_LAUNCH
-        )
+            backward_kernel, sizes.stretches * sizes.rows, HAS_FIRST=inputs.has_first, HEAD_DIM=head_dim, M=m,
+            **launch_options(2),
+        )  # fmt: skip
         self.finish = Launch(finish_kernel, sizes.blocks * sizes.rows, HEAD_DIM=head_dim, ROWS=_STRETCH.value, **FUSED)
 
 
