@@ -1,17 +1,12 @@
 #!/usr/bin/env python
-"""Measures training through train.py, and steps with the weights at the end of that run.
+"""Measures training through train.py, from the start of the command to the end of the run.
 
     python benchmarks/whole_run.py                               # FoX (Pro) 125M, 44M tokens, one GPU, five minutes
     python benchmarks/whole_run.py --experiments transformer/llama_125m_2b --tokens 20000000 --devices 4
     python benchmarks/whole_run.py --experiments demo/fox_pro    # to try it on a CPU
 
-Parts, each a row:
-
-  train            train.py (on several GPUs `fabric run train.py`) for --tokens tokens of the unchanged experiment, at
-                   its own learning rate
-  step             forward, backward, clipping and AdamW of one micro-batch of held-out text, with the weights that
-                   `train` left (benchmarks/training.py --optimizer_step)
-  step_unpruned    the same without pruning (only models that prune)
+Each row is train.py (on several GPUs `fabric run train.py`) for --tokens tokens of the unchanged experiment, at its own
+learning rate. benchmarks/training.py measures a step with the weights that it left, output/whole_run/EXPERIMENT/train.
 
 train.py receives its folders, the tokens after which it stops, the experiment's learning-rate schedule as it would be
 without that stop, and the request to log twenty times. Speeds come from the run's metrics/jsonlines/throughput.jsonl:
@@ -38,13 +33,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import compose, experiment_overrides, parse, parser, run, run_main
 from start import follow, launch_command
 
-import training
 from forgetting_transformer import command_line
 from forgetting_transformer.analysis.runs import read_metrics
 from forgetting_transformer.command_line import count
 
 PREPARE = Path(__file__).resolve().parents[1] / "scripts/prepare_data.py"
-PARTS = ("train", "step", "step_unpruned")
 ON_GPU = {"experiments": ["forgetting_transformer/pro_125m_2b"], "tokens": 44_000_000, "vocabulary": 50_257}
 ON_CPU = {"experiments": ["demo/fox_pro"], "tokens": 65_536, "vocabulary": 4_096}
 #: Steps between two log lines, at each of which the host waits for the GPU.
@@ -54,8 +47,7 @@ LINES = 20
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     made = parser(__doc__, time_limit=3600)
     made.add_argument("--experiments", nargs="+", metavar="NAME", help="as in benchmarks/training.py")
-    made.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    made.add_argument("--tokens", type=count, help="of part train; default 44,000,000 on a GPU")
+    made.add_argument("--tokens", type=count, help="default 44,000,000 on a GPU")
     made.add_argument("--devices", type=count, default=1, help="processes of train.py (default 1)")
     made.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="more overrides of train.py")
     made.add_argument("--vocabulary", type=count, help="of the corpus; default GPT-2's 50,257 on a GPU")
@@ -70,24 +62,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    cases = [
-        {"experiment": experiment, "part": part}
-        for experiment in args.experiments
-        for part in args.parts
-        if part != "step_unpruned"
-        or compose(experiment, args.overrides).model.config.get("log_pruning_tolerance") is not None
-    ]
+    cases = [{"experiment": experiment} for experiment in args.experiments]
     return run(__file__, args, argv, cases, lambda case: measure(args, **case), lambda _: 1)
 
 
-def measure(args: argparse.Namespace, experiment: str, part: str) -> dict[str, Any]:
-    config = compose(experiment, args.overrides)
-    folder = args.folder.absolute() / experiment.replace("/", "_") / "train"
-    return train(experiment, args, config, folder) if part == "train" else step(folder, args, config, part)
-
-
-def train(experiment: str, args: argparse.Namespace, config: Any, output_dir: Path) -> dict[str, Any]:
+def measure(args: argparse.Namespace, experiment: str) -> dict[str, Any]:
     """A run from its start: speeds and losses."""
+    config = compose(experiment, args.overrides)
+    output_dir = args.folder.absolute() / experiment.replace("/", "_") / "train"
     length = config.datamodule.train_batch_len
     batch = length * config.datamodule.train_batch_size
     total = -(-args.tokens // batch) * batch
@@ -106,27 +88,6 @@ def train(experiment: str, args: argparse.Namespace, config: Any, output_dir: Pa
         *(["resume=false"] if output_dir.exists() else []), *args.overrides,
     ]  # fmt: skip
     return {"first_loss_seconds": follow(command, Path(f"{output_dir}.log"), args.time_limit), **speeds(output_dir)}
-
-
-def step(folder: Path, args: argparse.Namespace, config: Any, part: str) -> dict[str, Any]:
-    """The row of benchmarks/training.py for a run's newest checkpoint at the run's micro-batch.
-
-    Raises:
-        RuntimeError: there is no such run.
-    """
-    if not (folder / "checkpoints").is_dir():
-        raise RuntimeError(
-            f"part step needs the weights of part train, which are not in {folder}; measure that part too"
-        )
-    length = config.datamodule.train_batch_len
-    options = training.parse_args([
-        "--experiments", str(folder), "--optimizer_step", "--seq_len", str(length),
-        "--batch_size", str(max(1, config.train.grad_acc_tokens // length)), "--precision", config.fabric.precision,
-        "--steps", "10", "--device", args.device,
-        *(["--overrides", "model.config.log_pruning_tolerance=null"] if part == "step_unpruned" else []),
-    ])  # fmt: skip
-    case = {"experiment": str(folder), "checkpointing": config.train.gradient_checkpointing}
-    return {**training.measure(options, case), "checkpointing": config.train.gradient_checkpointing}
 
 
 def speeds(output_dir: Path) -> dict[str, Any]:

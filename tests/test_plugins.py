@@ -96,6 +96,22 @@ def test_what_a_component_does_not_take_is_refused_in_one_line(config, changes, 
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("hint", "message"),
+    [
+        (OptimizerConfig | type, r"mine has the type .*, which no YAML file has; use "),
+        (list[Iterator], r"mine has the type list\[collections.abc.Iterator\], which no YAML file has; use "),
+        (tuple[float, float], r"mine has the type tuple\[float, float\], which no YAML file has; use "),
+        ("Missing", r"the types of its keys cannot be read \(NameError: name 'Missing' is not defined\)"),
+    ],
+)
+def test_a_key_of_a_type_that_no_config_holds_is_named_with_its_class(config, hint, message):
+    keys = dataclasses.make_dataclass("Keys", [("mine", hint)], namespace={"__module__": __name__})
+    CALLBACKS.register("typed", config=keys)(lambda *_: None)
+    with pytest.raises(ConfigError, match=rf"^callbacks\.typed: {__name__}.Keys: {message}"):
+        parsed(config, callbacks__typed={"mine": 1})
+
+
 def test_keys_of_components_forbid_a_changed_resume_unless_they_are_free(config):
     def changes(**changes) -> list[str]:
         before, now = (dataclasses.asdict(parsed(config, **c)) for c in ({}, changes))

@@ -21,7 +21,7 @@ CASES = {
     "scaling": (["--cases", "one", "context", "--micro_batches", "1", "8"], 4),
     "start": (["--devices", "4", "--launcher", "launch.py"], 2),
     "training": ([], 18),
-    "whole_run": ([], 3),
+    "whole_run": ([], 1),
 }
 
 

@@ -49,6 +49,11 @@ def test_a_start_cuts_lines_of_every_kind_and_nothing_that_has_none(tmp_path):
     for name, text in {"train": lines, "my_probe": lines, "notes": '{"text": "mine"}\n'}.items():
         directory.jsonlines.mkdir(parents=True, exist_ok=True)
         (directory.jsonlines / f"{name}.jsonl").write_text(text)
-    MetricsLog(directory, 256).close()
+    foreign = [directory.jsonlines / "drawer.jsonl", directory.npz / "val" / f"step-{512:015d}.npz"]
+    for folder in foreign:
+        folder.mkdir(parents=True)
+    log = MetricsLog(directory, 256)
+    log.flush()
+    assert len(log.rows()) == 1 and all(folder.is_dir() for folder in foreign)
     assert [steps(directory.jsonlines / f"{name}.jsonl") for name in ("train", "my_probe")] == [[128], [128]]
     assert (directory.jsonlines / "notes.jsonl").read_text() == '{"text": "mine"}\n'

@@ -78,7 +78,7 @@ def draw_runs(runs: Sequence[Run], folder: Path) -> dict[str, Path]:
     if any(map(has_metrics, logged)):
         training_metrics(logged, file := folder / "training.png", made_with)
         files["Wall time, learning rate, gradient norm, throughput"] = file
-    if len(logged) == 1 and names.NORM in logged[0].kinds:
+    if len(logged) == 1 and logged[0].records(names.NORM):
         norms(logged[0], file := folder / "norms.png", made_with)
         files["Norms of weights and gradients"] = file
     if scored := [run for run in logged if read_scores(run)]:

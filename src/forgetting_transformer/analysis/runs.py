@@ -58,11 +58,6 @@ class Run:
 
     # Files.
 
-    @property
-    def kinds(self) -> set[str]:
-        """The kinds of lines that it has logged."""
-        return {file.stem for file in _jsonlines(self.output_dir).glob("*.jsonl")}
-
     @cached_property
     def config(self) -> dict[str, Any]:
         """The resolved config of its newest start; {} before the first."""
@@ -274,7 +269,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         AnalysisError: another line is not a JSON object with a ``step``.
     """
-    if not path.exists():
+    if not path.is_file():
         return []
     *lines, last = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records: list[dict[str, Any]] = []

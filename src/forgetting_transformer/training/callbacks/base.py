@@ -177,17 +177,18 @@ class Callbacks:
         """Small states for the checkpoint: `<callback>.<key>`.
 
         Raises:
-            TrainingError: a callback's state is not a dictionary of tensors.
+            TrainingError: a callback's state is not a dictionary of tensors that are whole and dense.
         """
         import torch
 
+        kinds = (torch.Tensor, torch.nn.Parameter)  # no shards, as of FSDP
         found: dict[str, Tensor] = {}
         for callback in self._callbacks:
             state = callback.state()
-            if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+            if not isinstance(state, dict) or not all(type(x) in kinds and not x.is_sparse for x in state.values()):
                 raise TrainingError(
-                    f"callbacks.{callback.name}: state() gave {state!r}; it must give a dictionary of tensors, as in "
-                    "{'steps': torch.tensor(3)}"
+                    f"callbacks.{callback.name}: state() gave {state!r}; it must give a dictionary of whole, dense "
+                    "tensors, as in {'steps': torch.tensor(3)}"
                 )
             found |= {f"{callback.name}.{key}": value for key, value in state.items()}
         return found

@@ -3,7 +3,7 @@
     checkpoints/step-000000123456/         the number is training tokens
         state/.metadata, state/*.distcp    weights and AdamW's moments, sharded (torch.distributed.checkpoint)
         trainer.json                       counters, resolved config, data fingerprint, versions
-        callback_state.npz                 states of callbacks, and of the guard against bad steps
+        callback_state.safetensors         states of callbacks, and of the guard against bad steps
         manifest.json                      size and CRC-32 of every file above; written last
 
 A save writes everything into a folder with a temporary name, the manifest last, flushes it to disk and renames the
@@ -27,6 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -113,7 +114,8 @@ class Checkpointer:
         mine = self._writer.share(tensors)
         if self.background:
             mine = self._copied(mine)
-        arrays = {name: tensor.detach().cpu().numpy().copy() for name, tensor in callback_state.items()}
+        whole = torch.contiguous_format
+        small = safetensors.torch.save({n: t.detach().clone(memory_format=whole) for n, t in callback_state.items()})
         copy_seconds = time.perf_counter() - started
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -122,7 +124,7 @@ class Checkpointer:
             try:
                 if device is not None:
                     torch.cuda.set_device(device)  # a thread begins on GPU 0
-                self._writer.write(step, mine, size, trainer_state, arrays, permanent, before_manifest)
+                self._writer.write(step, mine, size, trainer_state, small, permanent, before_manifest)
                 self.last_good = step
             except CheckpointError as error:
                 problem = error

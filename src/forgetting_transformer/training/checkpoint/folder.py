@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
+import safetensors.torch
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from forgetting_transformer.command_line import CommandError
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
-MANIFEST = "manifest.json"
+FORMAT = 2
+MANIFEST, CALLBACK_STATE = "manifest.json", "callback_state.safetensors"
 NAME = re.compile(r"step-(\d{15})")
 TEMPORARY, DELETED = ".tmp-", ".deleted-"
 #: Names that an interrupted save or deletion leaves. Other names are not this program's.
@@ -45,9 +46,8 @@ class Checkpoint:
     def trainer_state(self) -> dict[str, Any]:
         return json.loads((self.path / "trainer.json").read_text(encoding="utf-8"))
 
-    def callback_state(self) -> dict[str, np.ndarray]:
-        with np.load(self.path / "callback_state.npz", allow_pickle=False) as arrays:
-            return dict(arrays)
+    def callback_state(self) -> dict[str, Tensor]:
+        return safetensors.torch.load((self.path / CALLBACK_STATE).read_bytes())
 
 
 def newest_valid(folder: Path, step: int | None = None) -> Checkpoint | None:

@@ -118,7 +118,7 @@ def load(
     origin.text = f"{how} {name} ({checkpoint.step:,} tokens)"
     checkpointer.load(checkpoint, model, optimizer)
     origin.counters = Counters(**{counter.name: state[counter.name] for counter in fields(Counters)})
-    origin.callback_state = {name: torch.from_numpy(array) for name, array in checkpoint.callback_state().items()}
+    origin.callback_state = checkpoint.callback_state()
     guard.load(origin.callback_state)
 
 

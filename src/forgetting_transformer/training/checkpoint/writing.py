@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from forgetting_transformer.files import flush, size_in_words, write_atomically
 from forgetting_transformer.training.checkpoint import folder as checkpoints
 from forgetting_transformer.training.checkpoint.folder import (
+    CALLBACK_STATE,
     MANIFEST,
     NAME,
     CheckpointError,
@@ -92,7 +92,7 @@ class Writer:
         tensors: dict[str, Tensor],
         size: int,
         trainer_state: dict[str, Any],
-        callback_state: dict[str, np.ndarray],
+        callback_state: bytes,
         permanent: bool,
         before_manifest: Callable[[], None],
     ) -> None:
@@ -120,9 +120,9 @@ class Writer:
 
         def publish() -> None:
             before_manifest()
-            np.savez(temporary / "callback_state.npz", **callback_state)  # type: ignore[arg-type]  # its other keyword
+            (temporary / CALLBACK_STATE).write_bytes(callback_state)
             (temporary / "trainer.json").write_text(json.dumps(trainer_state, indent=1), encoding="utf-8")
-            for name in ("callback_state.npz", "trainer.json"):
+            for name in (CALLBACK_STATE, "trainer.json"):
                 flush(temporary / name)
                 checksums[name] = checksum(temporary / name)
             flush(temporary / "state")

@@ -147,9 +147,36 @@ def _config_class(chosen: tuple[tuple[str, type | None], ...]) -> type[Config]:
         if not (plain and issubclass(keys, base)):
             derives = f" that derives from {base.__module__}.{base.__name__}" if section in _NAMED else ""
             raise ConfigError(f"{section}: {keys.__name__} cannot type this section; make it a dataclass{derives}")
+        _check_types(f"{section}: {keys.__module__}.{keys.__qualname__}", keys)
         (sections if section in _NAMED else callbacks)[section.removeprefix("callbacks.")] = keys
     sections["callbacks"] = dataclasses.make_dataclass("CallbacksConfig", callbacks.items(), bases=(CallbacksConfig,))
     return dataclasses.make_dataclass("Config", sections.items(), bases=(Config,), kw_only=True)
+
+
+def _check_types(where: str, keys: type) -> None:
+    """Raises ConfigError where a key of a component has a type that no file can give back, as a resume needs."""
+    try:
+        hints = typing.get_type_hints(keys)
+    except Exception as error:  # an annotation is code of a plug-in
+        raise ConfigError(f"{where}: the types of its keys cannot be read ({type(error).__name__}: {error})") from error
+    for key in dataclasses.fields(keys):
+        if not _is_plain(hints[key.name]):
+            raise ConfigError(
+                f"{where}: {key.name} has the type {hints[key.name]}, which no YAML file has; use bool, int, float, "
+                "str, list[…], dict[str, …], Literal[…] or a dataclass of these, perhaps | None"
+            )
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether YAML and JSON have values of a type, without a change such as that of a tuple into a list."""
+    kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        parts = tuple(typing.get_type_hints(hint).values())
+    elif kind is typing.Literal:
+        parts = tuple(map(type, parts))
+    elif kind not in (bool, int, float, str, list, dict, types.NoneType, types.UnionType, typing.Union, typing.Any):
+        return False
+    return all(map(_is_plain, parts))
 
 
 def keys_of(kind: Any, prefix: str = "") -> dict[str, Key]:

@@ -41,12 +41,12 @@ class MetricsLog:
             truncate(file, resume_step - 1 if file.stem == RESUME else resume_step)
         for file in directory.npz.glob("*/step-*.npz"):
             name = re.fullmatch(r"step-(\d{15})\.npz", file.name)
-            if name and int(name[1]) > resume_step:
+            if name and int(name[1]) > resume_step and file.is_file():
                 file.unlink()
 
     def files(self) -> list[Path]:
         """The files of lines that the run has written so far, by name."""
-        return sorted(self.directory.jsonlines.glob("*.jsonl"))
+        return sorted(file for file in self.directory.jsonlines.glob("*.jsonl") if file.is_file())
 
     def report(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Appends one object to `jsonlines/<kind>.jsonl` and hands it to the sinks. Names get the kind before them.
