@@ -9,7 +9,8 @@ The first table has forward and backward of B,T,H,D in bf16. TFLOP/s counts 2·B
 products, and 2.5 times that backward, for every kernel, whatever it really computes. Baselines: PyTorch's
 scaled_dot_product_attention through cuDNN and FlashAttention-2, without gates (cudnn, flash); FlashAttention-4 without
 gates, from the package flash-attn-4 (flash4); flash-linear-attention's forgetting attention (fla); and the fallbacks of
-this project without Gluon (triton) and without Triton (pytorch). A package that is not installed is the row's status.
+this project without Hopper kernels (triton) and without Triton (pytorch). A package that is not installed is the row's
+status.
 
 The second table has pruning, with QK-normed inputs (weights 1, so scores are at most √D) and tolerance e^-10. `half`:
 all gates are 1/2, as at initialisation. `spread`: constant gates whose time constants are spread logarithmically over
@@ -60,7 +61,7 @@ BASELINES = {
     "flash": ["FlashAttention-2, no gate"],
     "flash4": [f"FlashAttention-4, {name}, no gate" for name in ("reproducible", "not reproducible")],
     "fla": ["FLA forgetting attention"],
-    "triton": ["forgetting attention, without Gluon"],
+    "triton": ["forgetting attention, without Hopper kernels"],
     "pytorch": ["forgetting attention, in PyTorch"],
 }
 #: PyTorch's backend of scaled_dot_product_attention.
@@ -184,7 +185,7 @@ def measure_kernel(case: Case, repeats: int) -> dict[str, float]:
         if kernel == "FLA forgetting attention":
             attend = peer("fla.ops.forgetting_attn", "parallel_forgetting_attn", "fla-core")
         elif kernel != OURS:
-            left_out = (backends.GLUON, backends.TRITON) if "PyTorch" in kernel else (backends.GLUON,)
+            left_out = (backends.HOPPER, backends.TRITON) if "PyTorch" in kernel else (backends.HOPPER,)
     with backends.without("attention", *left_out):
         forward, backward = time_both_ways(attend, inputs, repeats)
     tflops = 7 * batch * heads * length**2 * head_dim / (forward + backward) / 1e9

@@ -123,10 +123,10 @@ def prepare(args: argparse.Namespace, case: Case, device: Any, draws: Any) -> tu
     from forgetting_transformer.training.parallel.ranks import Ranks
 
     kind, count = case["case"], case["micro_batches"]
-    alone, sharing = kind.startswith("one"), args.devices if kind == "context" else 1
+    alone, context_size = kind.startswith("one"), args.devices if kind == "context" else 1
     config = compose(case["experiment"], [f"fabric.accelerator={args.device}", *args.overrides])
     config.train.gradient_checkpointing = args.checkpointing
-    config.strategy.name = "auto" if alone else "ddp" if sharing > 1 else kind.partition("_")[0]
+    config.strategy.name = "auto" if alone else "ddp" if context_size > 1 else kind.partition("_")[0]
     config.strategy.keep_gathered = kind == "fsdp_kept"
     world = 1 if alone else args.devices
     fabric = Fabric(
@@ -144,7 +144,7 @@ def prepare(args: argparse.Namespace, case: Case, device: Any, draws: Any) -> tu
     graphs = Graphs(kind.endswith("_graphs"), model.parameters(), reduced=not alone)
     if compiles:
         Compilation(config, device, fabric.global_rank, world).compile(model)
-    share = Ranks(fabric.global_rank, world, sharing, timedelta(seconds=args.time_limit))
+    ranks = Ranks(fabric.global_rank, world, context_size, timedelta(seconds=args.time_limit))
     shape = (count, args.batch_size, args.seq_len + 1)
 
     def step() -> Any:
@@ -153,8 +153,8 @@ def prepare(args: argparse.Namespace, case: Case, device: Any, draws: Any) -> tu
         for k, tokens in enumerate(torch.randint(VOCABULARY, shape, generator=draws, device=device)):
             whole = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
             last = k == count - 1
-            with fabric.no_backward_sync(wrapped, enabled=not last), share.share(), graphs.micro_batch(last):
-                loss = wrapped(**share.part_of(whole)).loss.mean() / count
+            with fabric.no_backward_sync(wrapped, enabled=not last), ranks.in_context(), graphs.micro_batch(last):
+                loss = wrapped(**ranks.part_of(whole)).loss.mean() / count
                 fabric.backward(loss)
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)

@@ -170,10 +170,10 @@ def equal_rates(study: Study) -> dict[str, str]:
 def trained() -> dict[str, str]:
     """Speeds of train.py, started as in README.md on one and two GPUs."""
     one, two = Results("readme_1_gpu.json"), Results("readme_2_gpus.json")
-    run = one.row(part="train")
+    run = one.row()
     return {
         "one_gpu_rate": thousands(run["tokens_per_second"]),
-        "two_gpus_rate": thousands(two.row(part="train")["tokens_per_second"]),
+        "two_gpus_rate": thousands(two.row()["tokens_per_second"]),
         "trained_parameters": f"{run['parameters'] / 1e6:.0f}M",
         "trained_vocabulary": f"{one.files[-1]['settings']['vocabulary']:,}",
         "trained_tokens": f"{run['tokens'] / 1e6:.0f}M",

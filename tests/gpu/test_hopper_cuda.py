@@ -23,7 +23,7 @@ def kernels(monkeypatch):
     """Names of Hopper's kernels that did their work, in the order they were launched."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    assert triton_attention.has_gluon(torch.cuda.current_device(), 64), backends.faults()
+    assert triton_attention.has_hopper_kernels(torch.cuda.current_device(), 64), backends.faults()
     names = []
 
     def record(module, name, launch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forgetting_transformer.ops import backends, selftest
-from forgetting_transformer.ops.backends import FLA, GLUON, PYTORCH, TRITON, OpUse
+from forgetting_transformer.ops.backends import FLA, HOPPER, PYTORCH, TRITON, OpUse
 from tests.model.small_models import PRO, small
 from tests.waiting import HANG
 
@@ -47,7 +47,7 @@ def test_every_kernel_of_attention_passes(head_dim, lengths, dtype):
         if dtype == torch.float32:
             assert found.name == (TRITON if use.is_gated else PYTORCH)
         elif torch.cuda.get_device_capability() == (9, 0):
-            assert found.name == GLUON
+            assert found.name == HOPPER
         assert found.name == PYTORCH or "self-test within" in found.text
 
 
@@ -95,7 +95,7 @@ print(selftest.choose_backends([use], torch.bfloat16, torch.device("cuda", 0), [
     assert set(compiled.values()) == {1}, compiled
 
 
-def test_a_wrong_gluon_kernel_is_found_and_triton_runs(monkeypatch):
+def test_a_wrong_hopper_kernel_is_found_and_triton_runs(monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     from forgetting_transformer.ops.forgetting_attention import hopper

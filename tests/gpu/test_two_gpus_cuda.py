@@ -27,7 +27,7 @@ def measure(name: str, shared: context.Context | None, rank: int, bf16: bool) ->
     """Loss of every token here, and the gradients of their sum over all GPUs, of float32 weights with checkpointing."""
     model, inputs = model_of(name, True).float().cuda(rank), inputs_of(False)
     part = slice(None) if shared is None else shared.part(LENGTH)
-    with context.sharing(shared), torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+    with context.activate(shared), torch.autocast("cuda", torch.bfloat16, enabled=bf16):
         loss = model(**{key: x[:, part].contiguous().cuda(rank) for key, x in inputs.items()}).loss
         loss.sum().backward()
     return {"loss": loss.detach(), **summed_gradients(model, shared)}

@@ -76,7 +76,7 @@ def measure(name: str, packed: bool, checkpointing: bool, shared: context.Contex
     model, inputs = model_of(name, checkpointing), inputs_of(packed)
     part = slice(None) if shared is None else shared.part(LENGTH)
     inputs = {key: x if key == "cu_seqlens" else x[:, part] for key, x in inputs.items()}
-    with context.sharing(shared, None):
+    with context.activate(shared, None):
         loss = model(**inputs).loss
         loss.sum().backward()
     return {"loss": loss.detach(), **summed_gradients(model, shared)}
@@ -157,7 +157,7 @@ def test_heads_are_dealt_out_by_how_far_their_gates_reach(monkeypatch):
 @contextlib.contextmanager
 def pretended(size: int = 3):
     """As if this process shared sequences; what needs the others would fail."""
-    with context.sharing(context.Context(1, size), None):
+    with context.activate(context.Context(1, size), None):
         yield
 
 
@@ -165,7 +165,7 @@ def test_logits_of_a_part_need_no_argument(monkeypatch):
     """No cache is kept where sequences are shared, unless one is asked for."""
     monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda received, sent, group: received.copy_(sent))
     ids = torch.zeros(1, 8, dtype=torch.long)
-    with context.sharing(context.Context(0, 1), None):
+    with context.activate(context.Context(0, 1), None):
         assert small("hgrn2")(input_ids=ids).logits.shape == (1, 8, 61)
 
 

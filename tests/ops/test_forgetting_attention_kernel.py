@@ -65,7 +65,7 @@ def test_kernels_for_whole_tiles_get_whole_tiles_without_what_padding_holds():
     interpret(
         """
 from forgetting_transformer.ops.forgetting_attention import dispatch
-dispatch._has_gluon = lambda *_: True
+dispatch._has_hopper_kernels = lambda *_: True
 lengths, attend_whole = [], dispatch._attend
 def seen(*args):
     lengths.append((args[0].shape[2 if args[-1] else 1], args[4] is not None and args[4].shape[1]))
@@ -88,7 +88,7 @@ for queries, keys, window, start, head_first in (
     def launch(*leaves):
         leaves = leaves if head_first else [x.transpose(1, 2) for x in leaves]
         given = None if window is None else first_key
-        out = dispatch._launch(*leaves, head_first, 0.25, seq_start, given, None, False)
+        out = dispatch._launch(*leaves, head_first, 0.25, seq_start, given, None, None)
         return out if head_first else out.transpose(1, 2)
     def results(op, *tensors):
         *leaves, d_out = [x.detach().clone().requires_grad_() for x in tensors]

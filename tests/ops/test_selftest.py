@@ -13,7 +13,7 @@ import torch
 
 from forgetting_transformer.model import registry
 from forgetting_transformer.ops import backends, recurrence, selftest
-from forgetting_transformer.ops.backends import BACKENDS, FLA, GLUON, PYTORCH, TRITON, OpUse
+from forgetting_transformer.ops.backends import BACKENDS, FLA, HOPPER, PYTORCH, TRITON, OpUse
 from tests.model.small_models import small
 
 FOX = OpUse("attention", heads=3, key_dim=16, value_dim=16, is_gated=True, pruning="threshold")
@@ -62,8 +62,8 @@ def test_right_kernels_of_attention_pass(pretend_gpu, pruning, window, lengths):
     plain = FOX._replace(is_gated=False, pruning=None, key_heads=1, window=window)
     for use in (FOX._replace(window=window, pruning=pruning), plain, plain._replace(packed=True)):
         found = choose(use, lengths=lengths)["attention"]
-        assert found.name == GLUON
-        assert found.text.startswith("Gluon for Hopper, Triton 9.9.9, self-test within ")
+        assert found.name == HOPPER
+        assert found.text.startswith("Hopper kernels, Triton 9.9.9, self-test within ")
     assert not backends.faults()
 
 
@@ -131,20 +131,20 @@ def test_a_wrong_kernel_is_replaced_by_the_next(pretend_gpu, monkeypatch, how):
 
     def attention(*args, **options):
         out = right(*args, **options)
-        return WRONG[how](out) if backends.is_usable("attention", GLUON) else out
+        return WRONG[how](out) if backends.is_usable("attention", HOPPER) else out
 
     monkeypatch.setattr(selftest, "forgetting_attention", attention)
     found = choose(FOX)["attention"]
     assert found.name == TRITON and found.text.startswith("Triton 9.9.9, self-test within ")
     (message,) = backends.faults().values()
-    assert "Gluon for Hopper is not used: with Triton 9.9.9 its self-test found the " in message
+    assert "Hopper kernels cannot be used: with Triton 9.9.9 its self-test found the " in message
     assert "Triton runs instead: attention takes 1.3 to 1.5 times as long. To mend it, install a Triton" in message
 
 
 def test_a_wrong_kernel_of_decoding_is_found(pretend_gpu, monkeypatch):
     right = selftest.forgetting_attention_decode
     monkeypatch.setattr(selftest, "forgetting_attention_decode", lambda *args: 1.02 * right(*args))
-    assert choose(FOX)["attention"].name == GLUON
+    assert choose(FOX)["attention"].name == HOPPER
     assert choose(FOX, lengths=None)["attention"].name == PYTORCH
     assert all("found the output of decoding off by 2.0e-02" in message for message in backends.faults().values())
 
@@ -163,15 +163,15 @@ def test_kernels_that_do_not_compile_leave_pytorch_and_full_memory_is_no_fault_o
     assert choose(FOX)["attention"] == (PYTORCH, "PyTorch")
     first, second = backends.faults().values()
     assert (
-        "Gluon for Hopper is not used" in first and "RuntimeError: PTXAS error: no kernel image. Triton runs" in first
+        "Hopper kernels cannot be used" in first and "RuntimeError: PTXAS error: no kernel image. Triton runs" in first
     )
-    assert "Triton is not used" in second and "PyTorch runs instead" in second and "lots of assembly" not in second
+    assert "Triton cannot be used" in second and "PyTorch runs instead" in second and "lots of assembly" not in second
 
 
 def test_a_self_test_works_inside_inference_and_uses_no_global_random_numbers(pretend_gpu):
     before = torch.get_rng_state()
     with torch.inference_mode():
-        assert choose(FOX, OpUse("gla", 2, 16, 16), lengths=None)["attention"].name == GLUON
+        assert choose(FOX, OpUse("gla", 2, 16, 16), lengths=None)["attention"].name == HOPPER
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -296,7 +296,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 @needs_triton
-def test_names_decide_whether_gluon_runs_and_not_versions(monkeypatch):
+def test_names_decide_whether_hopper_kernels_run_and_not_versions(monkeypatch):
     def missing(kernel="forward"):
         raise ImportError("cannot import name 'warpgroup_mma'")
 
@@ -304,18 +304,18 @@ def test_names_decide_whether_gluon_runs_and_not_versions(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(launcher.triton, "__version__", "4.2.0")
     launcher._loads_hopper.cache_clear()
-    assert launcher.has_gluon(0, 64) and not launcher.has_gluon(0, 80)
+    assert launcher.has_hopper_kernels(0, 64) and not launcher.has_hopper_kernels(0, 80)
     monkeypatch.setattr(launcher, "_hopper", missing)
     launcher._loads_hopper.cache_clear()
     message = "cannot import name 'warpgroup_mma'.* Triton runs instead: attention takes 1.3 to 1.5 times as long"
     with pytest.warns(RuntimeWarning, match=message) as caught:
-        assert not launcher.has_gluon(0, 64) and not launcher.has_gluon(0, 128)
+        assert not launcher.has_hopper_kernels(0, 64) and not launcher.has_hopper_kernels(0, 128)
     assert len(caught) == 1
     launcher._loads_hopper.cache_clear()
 
 
 @needs_triton
-def test_a_gluon_kernel_that_does_not_compile_falls_back_and_a_gpu_that_fails_does_not(monkeypatch):
+def test_a_hopper_kernel_that_does_not_compile_falls_back_and_a_gpu_that_fails_does_not(monkeypatch):
     launcher = importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
     errors, calls = [RuntimeError("PassManager::run failed"), RuntimeError("Triton Error [CUDA]: illegal access")], []
 
@@ -324,7 +324,7 @@ def test_a_gluon_kernel_that_does_not_compile_falls_back_and_a_gpu_that_fails_do
         raise errors[0]
 
     monkeypatch.setattr(launcher, "_hopper", lambda kernel: SimpleNamespace(forward=fails))
-    inputs = SimpleNamespace(gluon={"forward"})
+    inputs = SimpleNamespace(hopper={"forward"})
     with pytest.warns(RuntimeWarning, match="forward kernel does not run with Triton .*PassManager::run"):
         assert launcher._on_hopper("forward", inputs, torch.zeros(1)) is None
     assert launcher._on_hopper("forward", inputs, torch.zeros(1)) is None
@@ -332,7 +332,7 @@ def test_a_gluon_kernel_that_does_not_compile_falls_back_and_a_gpu_that_fails_do
     backends._faults.clear()
     with pytest.raises(RuntimeError, match="illegal access"):
         errors.pop(0)
-        launcher._on_hopper("forward", SimpleNamespace(gluon={"forward"}), torch.zeros(1))
+        launcher._on_hopper("forward", SimpleNamespace(hopper={"forward"}), torch.zeros(1))
     assert not backends.faults()
 
 

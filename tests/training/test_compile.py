@@ -65,11 +65,11 @@ def test_a_new_run_compiles_on_cuda_and_nowhere_else_and_one_that_continues_does
 
 
 def test_another_choice_is_one_warning_that_names_all_that_changed(working_triton, caplog):
-    before = Execution(False, "cuda", {"attention": "gluon", "gla": "fla", "an op that is gone": "fla"})
+    before = Execution(False, "cuda", {"attention": "hopper", "gla": "fla", "an op that is gone": "fla"})
     now = ATTENTION | {"gla": Backend("fla", ""), "a new op": Backend("pytorch", "")}
     assert execution.choose(True, torch.device("cuda"), before, now).compile
     assert warnings(caplog) == [
-        "not bitwise from here: attention was gluon and is triton now; train.compile was False and is True now"
+        "not bitwise from here: attention was hopper and is triton now; train.compile was False and is True now"
     ]
 
 

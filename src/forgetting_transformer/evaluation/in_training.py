@@ -80,7 +80,7 @@ def beat(trainer: TrainerInterface) -> None:
         raise BrokenOff
 
 
-def share(trainer: TrainerInterface) -> Workers:
+def team(trainer: TrainerInterface) -> Workers:
     """The ranks that share an evaluation: all with ddp, this one alone with fsdp."""
     fabric = trainer.fabric
     if any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()):

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer import plugins
-from forgetting_transformer.evaluation.in_training import EvaluationCallback, beat, evaluated_model, precision, share
+from forgetting_transformer.evaluation.in_training import EvaluationCallback, beat, evaluated_model, precision, team
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.training.config import ConfigError, Count, Text, Tokens
 from forgetting_transformer.training.interface import TrainerInterface
@@ -67,7 +67,7 @@ class LmEval(EvaluationCallback):
         os.environ["DISABLE_MULTIPROC"] = "1"
         config, model = self.config, evaluated_model(trainer, "lm_eval", self.config.tokenizer)
         log.info("lm_eval: looking for %s and their data", ", ".join(config.tasks))
-        workers, length = share(trainer), config.max_length or trainer.config.datamodule.train_batch_len
+        workers, length = team(trainer), config.max_length or trainer.config.datamodule.train_batch_len
         manager = harness.task_manager(Path(config.include_path) if config.include_path else None)
         harness.check_names(config.tasks, manager, "callbacks.lm_eval.tasks")
         #: Settings in every line, since a later start may change them.

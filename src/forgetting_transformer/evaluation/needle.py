@@ -70,7 +70,7 @@ from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data import model_tokenizer
 from forgetting_transformer.evaluation.generation import answer, append_record, begin, check_settings, read_records
 from forgetting_transformer.evaluation.held_out import read_documents
-from forgetting_transformer.evaluation.in_training import EvaluationCallback, beat, evaluated_model, precision, share
+from forgetting_transformer.evaluation.in_training import EvaluationCallback, beat, evaluated_model, precision, team
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, folder_name, precision_context
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.training.config import ConfigError, Count, Text, Tokens
@@ -689,7 +689,7 @@ class NeedleTest(EvaluationCallback):
     def prepare(self, trainer: TrainerInterface) -> None:
         """Makes all prompts."""
         config, length = self.config, trainer.config.datamodule.train_batch_len
-        model, self._workers = evaluated_model(trainer, "needle", config.tokenizer), share(trainer)
+        model, self._workers = evaluated_model(trainer, "needle", config.tokenizer), team(trainer)
         needle = Needle(config.question, config.statement, config.answer)
         self._model, self._answer_K = model, model.encode(f" {needle.answer}")
         around = (needle.text(config.mode), needle.query)

@@ -13,8 +13,8 @@ from forgetting_transformer.model.generation.cached_attention import attend_with
 from forgetting_transformer.model.span import Span
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.attention import causal_attention
+from forgetting_transformer.ops.context_attention import attend_with_own_heads
 from forgetting_transformer.ops.forgetting_attention import forgetting_attention
-from forgetting_transformer.ops.shared_attention import attend_with_own_heads
 
 
 @dataclass(frozen=True)

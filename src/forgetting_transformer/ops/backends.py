@@ -19,11 +19,11 @@ import torch
 
 from forgetting_transformer.console import how_to_install
 
-GLUON, TRITON, FLA, PYTORCH = "gluon", "triton", "fla", "pytorch"
+HOPPER, TRITON, FLA, PYTORCH = "hopper", "triton", "fla", "pytorch"
 
 #: Attention with and without forget gates shares its kernels. An op that is not listed runs in PyTorch alone.
 BACKENDS: dict[str, tuple[str, ...]] = {
-    "attention": (GLUON, TRITON, PYTORCH),
+    "attention": (HOPPER, TRITON, PYTORCH),
     "short_convolution": (TRITON, PYTORCH),
     "gated_norm": (TRITON, PYTORCH),
     "swiglu": (TRITON, PYTORCH),
@@ -38,10 +38,10 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "path_attention": (FLA, PYTORCH),
     "recurrences": (FLA, PYTORCH),  # all of them, where the package itself is broken
 }
-TITLES = {GLUON: "Gluon for Hopper", TRITON: "Triton", FLA: "flash-linear-attention", PYTORCH: "PyTorch"}
+TITLES = {HOPPER: "Hopper kernels", TRITON: "Triton", FLA: "flash-linear-attention", PYTORCH: "PyTorch"}
 # Cost of the next backend, measured on an H200, and the fix.
 _COSTS = {
-    GLUON: "attention takes 1.3 to 1.5 times as long",
+    HOPPER: "attention takes 1.3 to 1.5 times as long",
     TRITON: "attention takes 14 to 40 times as long, and its gradients are not bitwise reproducible",
     FLA: "it takes 40 to 150 times as long",
 }
@@ -57,7 +57,7 @@ _COSTS_OF_OP = {
     ("simple_gla", TRITON): "it takes several times as long, and copies queries and keys for every head",
 }
 _CURES = {
-    GLUON: "install a Triton with which these kernels were measured: 3.6.0, 3.7.1 or 3.9.0",
+    HOPPER: "install a Triton with which these kernels were measured: 3.6.0, 3.7.1 or 3.9.0",
     TRITON: "install Triton again: pip install --force-reinstall --no-deps triton=={triton}",
     FLA: "install it again: pip install --force-reinstall --no-deps fla-core=={fla_core}",
 }
@@ -124,7 +124,7 @@ def rule_out(op: str, backend: str, reason: str, cure: str | None = None) -> Non
     following = TITLES[order[order.index(backend) + 1]]
     cure = cure or _CURES[backend].format(triton=installed_version("triton"), fla_core=installed_version("fla-core"))
     cost = _COSTS_OF_OP.get((op, backend), _COSTS[backend])
-    message = f"{op}: {TITLES[backend]} is not used: {reason}. {following} runs instead: {cost}. "
+    message = f"{op}: {TITLES[backend]} cannot be used: {reason}. {following} runs instead: {cost}. "
     message += f"To mend it, {cure}"
     _faults[op, backend] = message
     warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -1,6 +1,6 @@
 """One sequence on several processes: functions for layers in which a token needs data of another process.
 
-Of N processes, the r-th holds the r-th of N equal parts of every sequence. Inside `sharing` the functions below move
+Of N processes, the r-th holds the r-th of N equal parts of every sequence. Inside `activate` the functions below move
 tensors between them, with gradients; outside they return their arguments, or None, and cost nothing. Attention and
 delta rules take all positions of some heads (`to_heads`, `to_sequence`; Jacobs et al. 2023, "DeepSpeed-Ulysses"). Heads
 are independent, so which process takes which is free (`even_order`). Token shift and convolutions need the tokens
@@ -8,7 +8,7 @@ before a part (`before`), recurrences with a decay the state before it (`state_b
 
 All of it is one operation, `exchange`, which only moves numbers: results do not depend on the order of arrival. It is
 opaque to torch.compile. All processes must call these functions in the same order, and so must their backward passes:
-run both inside `sharing`, because activation checkpointing computes the forward pass again.
+run both inside `activate`, because activation checkpointing computes the forward pass again.
 
 Axes: `forgetting_transformer/ops/__init__.py`. Lower case t is this process's part of T, h its part of H. S is N, the
 processes that share a sequence.
@@ -63,7 +63,7 @@ _groups: list[Any] = []
 
 
 @contextlib.contextmanager
-def sharing(context: Context | None, group: Any = None) -> Iterator[None]:
+def activate(context: Context | None, group: Any = None) -> Iterator[None]:
     """Context in which sequences are parts of longer ones.
 
     Args:

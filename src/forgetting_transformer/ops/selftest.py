@@ -122,7 +122,7 @@ def _choose(
             if not backends.is_usable(op, name):  # the op itself went on to the next one
                 continue
             if error <= (allowed := _OPS[op].tolerances.get(dtype, 0.0)):
-                source = {backends.GLUON: f"{backends.TITLES[backends.GLUON]}, ", backends.TRITON: ""}
+                source = {backends.HOPPER: f"{backends.TITLES[backends.HOPPER]}, ", backends.TRITON: ""}
                 fla = f"FLA {backends.installed_version('fla-core')}, "
                 return Backend(name, f"{source.get(name, fla)}{triton}, self-test within {error:.1e}{notes}")
             reason = f"its self-test found {where} off by {error:.1e} of its size where {allowed:.0e} is allowed"

@@ -195,7 +195,7 @@ class Trainer:
             last = row == first_rows[-1]
             with (
                 self.fabric.no_backward_sync(self.model, enabled=not last),
-                self.ranks.share(),
+                self.ranks.in_context(),
                 self.graphs.micro_batch(last),  # CUDA graphs, if the run uses them
             ):
                 inputs = model_inputs(batch, slice(row, row + sequences))

@@ -28,8 +28,8 @@ from forgetting_transformer.ops.forgetting_attention.decode import cumulative_lo
 from forgetting_transformer.ops.forgetting_attention.dispatch import (
     attend_with_kernel,
     first_visible_key,
+    per_head,
     takes_kernel,
-    threshold_tensor,
 )
 from forgetting_transformer.ops.forgetting_attention.portable import forgetting_attention_portable
 from forgetting_transformer.ops.forgetting_attention.reference import forgetting_attention_reference
@@ -104,12 +104,14 @@ def forgetting_attention(
     sm_scale = checked_scale(sm_scale, q.shape[-1])
 
     if takes_kernel(q):
-        is_bounded = isinstance(adaptive_threshold, str)  # "auto"
-        threshold = log_tolerance if isinstance(adaptive_threshold, str) else adaptive_threshold
+        threshold, tolerance = adaptive_threshold, None
+        if isinstance(threshold, str):  # "auto"
+            threshold, tolerance = None, log_tolerance
         first_key_BT = first_visible_key(q, k, window=window_size, cu_seqlens=cu_seqlens, head_first=head_first)
         out = attend_with_kernel(
             q, k, v, log_fgate, head_first=head_first, sm_scale=sm_scale, seq_start_B=seq_start,
-            first_key_BT=first_key_BT, threshold_BH=threshold_tensor(threshold, q, head_first), is_bounded=is_bounded,
+            first_key_BT=first_key_BT, threshold_BH=per_head(threshold, q, head_first),
+            log_tolerance_BH=per_head(tolerance, q, head_first),
         )  # fmt: skip
         if out is not None:
             return out

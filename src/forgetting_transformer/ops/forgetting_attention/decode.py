@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forgetting_transformer.ops.arguments import check_adaptive_threshold, check_attention
 from forgetting_transformer.ops.forgetting_attention.constants import MIN_LOG_FGATE
-from forgetting_transformer.ops.forgetting_attention.dispatch import takes_kernel, threshold_tensor
+from forgetting_transformer.ops.forgetting_attention.dispatch import per_head, takes_kernel
 
 
 def cumulative_log_fgate(log_fgate: Tensor, previous: Tensor | None = None, *, head_first: bool = False) -> Tensor:
@@ -103,7 +103,7 @@ def forgetting_attention_decode(
     if not head_first:
         q, k, v, cum_log_fgate = (x.transpose(1, 2) for x in (q, k, v, cum_log_fgate))
     if takes_kernel(q):
-        threshold_BH = threshold_tensor(adaptive_threshold, q)
+        threshold_BH = per_head(adaptive_threshold, q)
         kernel = torch.ops.forgetting_transformer.forgetting_attention_decode
         out_BHTD, _ = kernel(q, k, v, cum_log_fgate, threshold_BH, seq_start, seq_end, sm_scale)
     else:

@@ -1,6 +1,6 @@
 """Choice between GPU kernels and PyTorch for a call, and the call of the kernels. Importing this imports no Triton.
 
-triton.py chooses between its kernels and those for Hopper GPUs, which are written in Gluon.
+triton.py chooses between its kernels and the Hopper kernels, which are written in Gluon.
 
 `forgetting_attention` and `causal_attention`, which is forgetting attention whose gates are all 1, both go through
 here.
@@ -41,7 +41,7 @@ def attend_with_kernel(
     seq_start_B: Tensor | None = None,
     first_key_BT: Tensor | None = None,
     threshold_BH: Tensor | None = None,
-    is_bounded: bool = False,
+    log_tolerance_BH: Tensor | None = None,
 ) -> Tensor | None:
     """Forgetting attention with arguments as in `forgetting_attention`. Only where `takes_kernel`.
 
@@ -49,13 +49,13 @@ def attend_with_kernel(
         log_fgate: None is gates of 1, plain softmax attention.
         first_key_BT: result of `first_visible_key`.
         threshold_BH: nats, float32: the decay bias below which pairs may be left out.
-        is_bounded: threshold_BH is ln ε instead, for the weight ε that each row may leave out; norms of queries and
-            keys decide which pairs these are.
+        log_tolerance_BH: in its place, ln ε, float32, for the weight ε that each row may leave out; norms of queries
+            and keys decide which pairs these are.
 
     Returns:
         The output in q's shape and dtype. None, after a warning, where Triton cannot compile the kernels.
     """
-    arguments = (q, k, v, log_fgate, head_first, sm_scale, seq_start_B, first_key_BT, threshold_BH, is_bounded)
+    arguments = (q, k, v, log_fgate, head_first, sm_scale, seq_start_B, first_key_BT, threshold_BH, log_tolerance_BH)
     return backends.attempt("attention", _launch, *arguments)
 
 
@@ -69,12 +69,12 @@ def _launch(
     seq_start_B: Tensor | None,
     first_key_BT: Tensor | None,
     threshold_BH: Tensor | None,
-    is_bounded: bool,
+    log_tolerance_BH: Tensor | None,
 ) -> Tensor:
     head_axis, length_axis = (1, 2) if head_first else (2, 1)
     num_queries, num_keys = q.shape[length_axis], k.shape[length_axis]
     padding_BT, missing = None, 0
-    if q.dtype.itemsize == 2 and _has_gluon(q.device.index, q.shape[3]):
+    if q.dtype.itemsize == 2 and _has_hopper_kernels(q.device.index, q.shape[3]):
         # These kernels take whole tiles. Invisible positions are multiplied by 0, and must not be NaN.
         if seq_start_B is not None and num_queries % STRETCH == num_keys % STRETCH == 0:
             padding_BN = torch.arange(num_keys, device=q.device) < seq_start_B[:, None]
@@ -96,7 +96,7 @@ def _launch(
         first_key_BT = start_BT if first_key_BT is None else torch.maximum(first_key_BT, start_BT)
     if first_key_BT is not None:
         first_key_BT = first_key_BT.contiguous()
-    out = _attend(q, k, v, log_fgate, first_key_BT, threshold_BH, is_bounded, sm_scale, head_first)
+    out = _attend(q, k, v, log_fgate, first_key_BT, threshold_BH, log_tolerance_BH, sm_scale, head_first)
     if missing:
         out = out.narrow(length_axis, 0, num_queries)
     if padding_BT is not None:  # its gradient may be NaN too
@@ -111,7 +111,7 @@ def _attend(
     log_fgate: Tensor,
     first_key_BT: Tensor | None,
     threshold_BH: Tensor | None,
-    is_bounded: bool,
+    log_tolerance_BH: Tensor | None,
     sm_scale: float,
     head_first: bool,
 ) -> Tensor:
@@ -119,37 +119,39 @@ def _attend(
     if runs_eagerly(q, k, v, log_fgate):
         from forgetting_transformer.ops.forgetting_attention import triton as launcher
 
-        return launcher.attend(q, k, v, log_fgate, first_key_BT, threshold_BH, is_bounded, sm_scale, head_first)[0]
+        arguments = q, k, v, log_fgate, first_key_BT, threshold_BH, log_tolerance_BH, sm_scale, head_first
+        return launcher.attend(*arguments)[0]
     if not head_first:
         q, k, v, log_fgate = (x.transpose(1, 2) for x in (q, k, v, log_fgate))
     kernels = torch.ops.forgetting_transformer
-    bounds = (None, None, None)
-    if is_bounded:
+    limit_BH, bounds = threshold_BH, (None, None, None)
+    if log_tolerance_BH is not None:
+        limit_BH = log_tolerance_BH
         bounds = kernels.forgetting_attention_bounds(q.detach(), k.detach(), first_key_BT, sm_scale)
-    decay = kernels.forgetting_attention_decay(log_fgate.detach(), q.shape[2], threshold_BH, *bounds, first_key_BT)
+    decay = kernels.forgetting_attention_decay(log_fgate.detach(), q.shape[2], limit_BH, *bounds, first_key_BT)
     out_BHTD, _ = kernels.forgetting_attention_forward(q, k, v, log_fgate, *decay, first_key_BT, sm_scale)
     return out_BHTD if head_first else out_BHTD.transpose(1, 2)
 
 
-def _has_gluon(device_index: int | None, head_dim: int) -> bool:
+def _has_hopper_kernels(device_index: int | None, head_dim: int) -> bool:
     """Whether kernels for Hopper GPUs take 16-bit tensors of whole tiles; a constant to compiled graphs. None is a CPU,
     as under Triton's interpreter."""
     launcher = importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
-    return device_index is not None and launcher.has_gluon(device_index, head_dim)
+    return device_index is not None and launcher.has_hopper_kernels(device_index, head_dim)
 
 
 # the mark that `backends.has_triton` has too
-_has_gluon._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_has_hopper_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def threshold_tensor(threshold: float | Tensor | None, q: Tensor, head_first: bool = True) -> Tensor | None:
-    """A threshold as the kernels want it, float32 `(B, H)`; None stays None."""
-    if threshold is None:
+def per_head(limit: float | Tensor | None, q: Tensor, head_first: bool = True) -> Tensor | None:
+    """A limit of pruning as the kernels want it, float32 `(B, H)`; None stays None."""
+    if limit is None:
         return None
     shape = (q.shape[0], q.shape[1 if head_first else 2])
-    if not isinstance(threshold, Tensor):
-        return torch.full(shape, threshold, dtype=torch.float32, device=q.device)
-    return threshold.detach().float().expand(shape)
+    if not isinstance(limit, Tensor):
+        return torch.full(shape, limit, dtype=torch.float32, device=q.device)
+    return limit.detach().float().expand(shape)
 
 
 def first_visible_key(
@@ -179,4 +181,4 @@ def attention_backend(use: backends.OpUse, dtype: torch.dtype, device: torch.dev
     index = torch.cuda.current_device() if device.index is None else device.index
     if not backends.has_triton("attention", _KERNELS, index):
         return backends.PYTORCH
-    return backends.GLUON if dtype.itemsize == 2 and _has_gluon(index, use.key_dim) else backends.TRITON
+    return backends.HOPPER if dtype.itemsize == 2 and _has_hopper_kernels(index, use.key_dim) else backends.TRITON

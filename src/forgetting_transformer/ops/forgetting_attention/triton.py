@@ -61,7 +61,7 @@ from forgetting_transformer.ops.forgetting_attention.layout import (
     with_whole_channels,
 )
 
-_GLUON_KERNELS = ("forward", "backward")
+_HOPPER_KERNELS = ("forward", "backward")
 _MAX_CHUNK = 1024  # stretches or blocks that `running_kernel` works on at a time
 
 
@@ -139,7 +139,7 @@ _prepare_sums = functools.lru_cache(maxsize=KEPT)(_Sums)
 def sum_decay(
     log_fgate: Tensor,
     num_queries: int,
-    threshold: Tensor | None,
+    limit: Tensor | None,
     query_norm: Tensor | None,
     self_score: Tensor | None,
     key_norm: Tensor | None,
@@ -149,28 +149,26 @@ def sum_decay(
 
     Args:
         log_fgate: `(B, H, N)`.
-        threshold: `(B, H)`, nats. Without bounds, pairs whose decay bias is below it may be left out. With them, pairs
-            may be left out as long as the weights of all that a row leaves out add up to less than its exponential.
-            None leaves out nothing.
+        limit: `(B, H)`, nats: without bounds a threshold, pairs whose decay bias is below it may be left out. With
+            bounds a log-tolerance, pairs may be left out as long as the weights of all that a row leaves out add up to
+            less than its exponential. None leaves out nothing.
         query_norm, self_score, key_norm: results of `find_bounds`, or None.
         first_key: as in `forward`.
 
     Returns:
         The fields of `Decay`.
     """
-    if threshold is not None:
-        threshold = threshold.float().contiguous()
+    if limit is not None:
+        limit = limit.float().contiguous()
     first_key = side_by_side(first_key)
-    others = alignments(threshold, query_norm, self_score, key_norm, first_key)
+    others = alignments(limit, query_norm, self_score, key_norm, first_key)
     prepared = _prepare_sums(signature(log_fgate), num_queries, others, _MAX_CHUNK, log_fgate.device)
     decay = _empty_decay(prepared.fields, log_fgate.device)
     prepared.stretch(log_fgate, *prepared.strides, first_key, decay.suffix, decay.running, *prepared.numbers)
     largest_key, log_mass = (
         (None, None) if key_norm is None else (torch.empty_like(key_norm), torch.empty_like(key_norm))
     )
-    prepared.running(
-        threshold, query_norm, self_score, key_norm, largest_key, log_mass, *decay, *prepared.running_numbers
-    )
+    prepared.running(limit, query_norm, self_score, key_norm, largest_key, log_mass, *decay, *prepared.running_numbers)
     return (*decay,)
 
 
@@ -198,7 +196,7 @@ _decay = operator("forgetting_attention_decay")(sum_decay)
 
 
 @_decay.register_fake
-def _(log_fgate, num_queries, threshold, query_norm, self_score, key_norm, first_key):
+def _(log_fgate, num_queries, limit, query_norm, self_score, key_norm, first_key):
     return tuple(_decay_like(log_fgate, num_queries))
 
 
@@ -206,7 +204,7 @@ class _Inputs(Inputs):
     """`Inputs`, and the kernels that take them.
 
     Attributes:
-        gluon: names of the kernels for Hopper GPUs that take these inputs, unless Gluon has been ruled out.
+        hopper: names of the kernels for Hopper GPUs that take these inputs, unless they have been ruled out.
     """
 
     def __init__(self, tensors: tuple[Signature, ...], others: tuple[bool | None, ...], device: torch.device) -> None:
@@ -214,9 +212,9 @@ class _Inputs(Inputs):
         super().__init__(tensors, others[0] is not None, device)
         q = self.heads[0]
         fits = q.dtype.itemsize == 2 and all(fits_descriptor(x) for x in self.heads)
-        self.gluon: set[str] = set()
+        self.hopper: set[str] = set()
         if device.type == "cuda" and fits and _loads_hopper(device.index):
-            self.gluon = {name for name in _GLUON_KERNELS if (name, q.size[3]) in _hopper(name).TILES}
+            self.hopper = {name for name in _HOPPER_KERNELS if (name, q.size[3]) in _hopper(name).TILES}
 
 
 _prepare_forward = functools.lru_cache(maxsize=KEPT)(_Inputs)
@@ -489,9 +487,9 @@ class _Attention(torch.autograd.Function):
     """`attend` and its gradients. Axes are swapped in here, where autograd keeps no account of it."""
 
     @staticmethod
-    def forward(ctx, q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale, head_first):
-        out, log_normaliser, decay = _attend(q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale, head_first)
-        ctx.head_first = head_first
+    def forward(ctx, *arguments):
+        out, log_normaliser, decay = _attend(*arguments)
+        q, k, v, log_fgate, first_key, _, _, sm_scale, ctx.head_first = arguments
         _save_for_backward(ctx, (q, k, v, log_fgate, *decay, first_key, sm_scale), (out, log_normaliser))
         return out, log_normaliser
 
@@ -516,7 +514,7 @@ def attend(
     log_fgate: Tensor,
     first_key: Tensor | None,
     threshold: Tensor | None,
-    is_bounded: bool,
+    log_tolerance: Tensor | None,
     sm_scale: float,
     head_first: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -525,26 +523,30 @@ def attend(
     Args:
         q, k, v, log_fgate: as of `_forward`, or with the head axis behind the sequence axis where not `head_first`.
         first_key, sm_scale: as of `_forward`.
-        threshold, is_bounded: as of `dispatch.attend_with_kernel`.
+        threshold, log_tolerance: as of `dispatch.attend_with_kernel`.
 
     Returns:
         The output, axes as of q, and the log-normalisers `(B, H, M)`.
     """
-    arguments = q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale, head_first
+    arguments = q, k, v, log_fgate, first_key, threshold, log_tolerance, sm_scale, head_first
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or log_fgate.requires_grad):
         return _Attention.apply(*arguments)
     return _attend(*arguments)[:2]
 
 
-def _attend(q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale, head_first) -> tuple[Tensor, Tensor, Decay]:
+def _attend(
+    q, k, v, log_fgate, first_key, threshold, log_tolerance, sm_scale, head_first
+) -> tuple[Tensor, Tensor, Decay]:
     """Result of `attend`, and sums of the gates."""
     if head_first:
         result = out = empty_heads_like(q)
     else:
         result = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         q, k, v, log_fgate, out = [x.transpose(1, 2) for x in (q, k, v, log_fgate, result)]
-    bounds = find_bounds(q, k, first_key, sm_scale) if is_bounded else (None, None, None)
-    decay = Decay(*sum_decay(log_fgate, q.shape[2], threshold, *bounds, first_key))
+    limit, bounds = threshold, (None, None, None)
+    if log_tolerance is not None:
+        limit, bounds = log_tolerance, find_bounds(q, k, first_key, sm_scale)
+    decay = Decay(*sum_decay(log_fgate, q.shape[2], limit, *bounds, first_key))
     return result, forward(q, k, v, out, decay, first_key, sm_scale), decay
 
 
@@ -638,7 +640,7 @@ def _has_large_shared_memory(device_index: int) -> bool:
 
 def _on_hopper(kernel: str, inputs: _Inputs, *arguments: Any) -> Any:
     """Result of the function of that name in `_hopper`; None where it has no kernel for these inputs."""
-    if kernel not in inputs.gluon or not backends.is_usable("attention", backends.GLUON):
+    if kernel not in inputs.hopper or not backends.is_usable("attention", backends.HOPPER):
         return None
     try:
         return getattr(_hopper(kernel), kernel)(inputs, *arguments)
@@ -646,13 +648,13 @@ def _on_hopper(kernel: str, inputs: _Inputs, *arguments: Any) -> Any:
         if backends.is_failure_of_gpu(error):
             raise
         reason = f"its {kernel.replace('_', ' ')} kernel does not run with Triton {triton.__version__}"
-        backends.rule_out("attention", backends.GLUON, f"{reason}: {backends.describe_error(error)}")
+        backends.rule_out("attention", backends.HOPPER, f"{reason}: {backends.describe_error(error)}")
         return None
 
 
-def has_gluon(device_index: int, head_dim: int) -> bool:
-    """Whether this GPU runs the Gluon kernels at this head dimension: a Hopper GPU, a Triton that has what it needs."""
-    usable = backends.is_usable("attention", backends.GLUON) and _loads_hopper(device_index)
+def has_hopper_kernels(device_index: int, head_dim: int) -> bool:
+    """Whether this GPU runs the Hopper kernels at this head dimension: it is one, and Triton has what they need."""
+    usable = backends.is_usable("attention", backends.HOPPER) and _loads_hopper(device_index)
     return usable and ("forward", head_dim) in _hopper().TILES
 
 
@@ -664,7 +666,7 @@ def _loads_hopper(device_index: int) -> bool:
         _hopper()
     except Exception as error:  # names that are missing, a module that moved, an assertion in Triton
         reason = f"Triton {triton.__version__} lacks what it needs: {backends.describe_error(error)}"
-        backends.rule_out("attention", backends.GLUON, reason)
+        backends.rule_out("attention", backends.HOPPER, reason)
         return False
     return True
 

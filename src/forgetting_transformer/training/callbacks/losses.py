@@ -171,7 +171,7 @@ class HeldOut(Callback):
             check_batch(batch, self._corpus, None, length, weighted=True)
             batch = fabric.to_device(batch)
             inputs = model_inputs(batch)
-            with ranks.share():
+            with ranks.in_context():
                 loss_BT = trainer.model(**ranks.part_of(inputs)).loss
             sums.add(loss_BT, batch["weight"], packed_positions(inputs), ranks.part(length))
         trainer.sum_over_ranks(sums.flat)

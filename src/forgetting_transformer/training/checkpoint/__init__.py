@@ -111,7 +111,7 @@ class Checkpointer:
         started = time.perf_counter()
         tensors = tensors_of(model, optimizer)[0]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        mine = self._writer.share(tensors)
+        mine = self._writer.divide(tensors)
         if self.background:
             mine = self._copied(mine)
         whole = torch.contiguous_format

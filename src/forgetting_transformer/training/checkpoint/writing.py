@@ -74,7 +74,7 @@ class Writer:
         self.folder, self.keep_last, self._group = folder, keep_last, group
         self.rank = 0 if group is None else dist.get_rank()
 
-    def share(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def divide(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors that this rank writes: its shards, and an equal share of those that every rank holds whole."""
         mine: dict[str, Tensor] = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
         # The same division on every rank: the largest first, each to the rank with the least so far.

@@ -18,9 +18,9 @@ def check(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: naming the key, the value and the fix.
     """
-    data, train, sharing = config.datamodule, config.train, config.strategy.context
+    data, train, size = config.datamodule, config.train, config.strategy.context
     _check_context(config, world_size)
-    groups, called = world_size // sharing, "processes" if sharing == 1 else f"groups of {sharing} processes"
+    groups, called = world_size // size, "processes" if size == 1 else f"groups of {size} processes"
     if data.train_batch_size % groups:
         near = divisors(data.train_batch_size)
         raise ConfigError(
@@ -30,7 +30,7 @@ def check(config: Config, world_size: int) -> None:
     local_tokens = data.train_batch_size // groups * data.train_batch_len
     micro_tokens = min(train.grad_acc_tokens, local_tokens)
     if micro_tokens % data.train_batch_len or local_tokens % micro_tokens:
-        whose = "a rank's" if sharing == 1 else f"{sharing} ranks'"
+        whose = "a rank's" if size == 1 else f"{size} ranks'"
         fits = [n * data.train_batch_len for n in divisors(local_tokens // data.train_batch_len)]
         raise ConfigError(
             f"train.grad_acc_tokens={train.grad_acc_tokens:,} does not split {whose} {local_tokens:,} tokens "
@@ -60,20 +60,20 @@ def check(config: Config, world_size: int) -> None:
 
 def _check_context(config: Config, world_size: int) -> None:
     """Raises ConfigError where the ranks cannot share sequences by `strategy.context`."""
-    if (sharing := config.strategy.context) == 1:
+    if (size := config.strategy.context) == 1:
         return
-    if world_size % sharing:
+    if world_size % size:
         raise ConfigError(
-            f"strategy.context={sharing} ranks share a sequence, and {world_size} process"
-            f"{' is' if world_size == 1 else 'es are'} not a multiple of {sharing}; use one of {divisors(world_size)}, "
+            f"strategy.context={size} ranks share a sequence, and {world_size} process"
+            f"{' is' if world_size == 1 else 'es are'} not a multiple of {size}; use one of {divisors(world_size)}, "
             "or another number of processes"
         )
     keys = ("train_batch_len", *(() if config.skip_eval else ("eval_batch_len",)))
     for key in keys:
-        if (length := getattr(config.datamodule, key)) % sharing:
+        if (length := getattr(config.datamodule, key)) % size:
             raise ConfigError(
-                f"datamodule.{key}={length:,} tokens have no equal parts for strategy.context={sharing} ranks; use a "
-                f"multiple of {sharing}"
+                f"datamodule.{key}={length:,} tokens have no equal parts for strategy.context={size} ranks; use a "
+                f"multiple of {size}"
             )
 
 
@@ -114,7 +114,7 @@ def check_decided(fields: dict[str, Any], decided: dict[str, int]) -> None:
 def check_sequences(model: Any, config: Config, packed: bool) -> None:
     """Raises ConfigError where the corpus packs documents, and the model would carry a state from one into the next; or
     where ranks are to share sequences, and the model is not made for so many."""
-    kind, sharing, data = [type(model).__name__], config.strategy.context, config.datamodule
+    kind, size, data = [type(model).__name__], config.strategy.context, config.datamodule
     if packed and (stateful := model.stateful_mixers() if hasattr(model, "stateful_mixers") else kind):
         raise ConfigError(
             f"datamodule.name={data.name} keeps documents apart, and model.name={config.model.name} would carry a "
@@ -123,8 +123,8 @@ def check_sequences(model: Any, config: Config, packed: bool) -> None:
         )
     length = min([data.train_batch_len, *([] if config.skip_eval else [data.eval_batch_len])])
     takes_whole = getattr(model, "whole_sequence_mixers", lambda *_: [f"{kind[0]} takes whole sequences only"])
-    if sharing > 1 and (reasons := takes_whole(sharing, length)):
+    if size > 1 and (reasons := takes_whole(size, length)):
         raise ConfigError(
-            f"strategy.context={sharing}: that many ranks cannot share a sequence of model.name={config.model.name} "
+            f"strategy.context={size}: that many ranks cannot share a sequence of model.name={config.model.name} "
             f"({', '.join(reasons)}); use strategy.context=1, or a number that divides the heads, or longer sequences"
         )

@@ -204,7 +204,7 @@ def _evaluate(trainer: Trainer) -> None:
     fabric, ranks = trainer.fabric, trainer.ranks
     trainer.model.eval()
     inputs = model_inputs(fabric.to_device(next(iter(trainer.data.eval_loader(ranks.data_rank, ranks.data_size)))))
-    with ranks.share():
+    with ranks.in_context():
         trainer.model(**ranks.part_of(inputs))
     setup.synchronize(fabric.device)
     trainer.watchdog.enter_stage("preflight")

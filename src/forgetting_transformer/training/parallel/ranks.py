@@ -38,24 +38,25 @@ class Ranks:
 
     Args:
         rank, world_size: of this process.
-        sharing: N, a divisor of world_size. All ranks make theirs at the same time.
+        context_size: N, a divisor of world_size. All ranks make theirs at the same time.
         timeout: of the operations among N ranks.
 
     Attributes:
         data_rank, data_size: number of its share of the rows, and number of shares.
-        sharing: N.
+        context_size: N.
     """
 
-    def __init__(self, rank: int, world_size: int, sharing: int, timeout: timedelta) -> None:
-        self.data_rank, self.data_size, self.sharing = rank // sharing, world_size // sharing, sharing
+    def __init__(self, rank: int, world_size: int, context_size: int, timeout: timedelta) -> None:
+        self.data_rank, self.data_size = rank // context_size, world_size // context_size
+        self.context_size = context_size
         self._context, self._group = None, None
-        if sharing > 1:
-            self._context = context.Context(rank % sharing, sharing)
-            self._group, _ = dist.new_subgroups(group_size=sharing, timeout=timeout)
+        if context_size > 1:
+            self._context = context.Context(rank % context_size, context_size)
+            self._group, _ = dist.new_subgroups(group_size=context_size, timeout=timeout)
 
-    def share(self) -> contextlib.AbstractContextManager[None]:
+    def in_context(self) -> contextlib.AbstractContextManager[None]:
         """Context of forward and backward passes in which a model takes this rank's part of sequences."""
-        return context.sharing(self._context, self._group)
+        return context.activate(self._context, self._group)
 
     def part(self, length: int) -> slice:
         """This rank's positions of a sequence of so many tokens."""

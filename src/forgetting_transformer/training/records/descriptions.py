@@ -138,8 +138,8 @@ def start_block(trainer: TrainerInterface) -> str:
     config, data, info = trainer.config, trainer.config.datamodule, trainer.data_info
     done, tokens = trainer.counters.token_count, data.train_batch_size * data.train_batch_len
     to_go = max(0, math.ceil(config.train.max_tokens / tokens) - trainer.counters.batch_count)
-    local, sharing = data.train_batch_size // trainer.ranks.data_size, trainer.ranks.sharing
-    each = "process" if sharing == 1 else f"group of {sharing} processes"
+    local, context_size = data.train_batch_size // trainer.ranks.data_size, trainer.ranks.context_size
+    each = "process" if context_size == 1 else f"group of {context_size} processes"
     at_once = config.sequences_at_once(trainer.ranks.data_size)
     parameters = sum(p.numel() for p in trainer.model.module.parameters())
     rows = {

@@ -81,7 +81,7 @@ class StepLosses(PositionSums):
         flat = torch.zeros(2 * length + data.train_batch_size, dtype=torch.float64, device=device)
         super().__init__(flat[: 2 * length])
         self.flat, self.loss_B = flat, flat[2 * length :]
-        self._part, self._sharing = ranks.part(length), ranks.sharing
+        self._part, self._context_size = ranks.part(length), ranks.context_size
         self._first_row = ranks.data_rank * (data.train_batch_size // ranks.data_size)
 
     def add_micro_batch(self, loss_BT: Tensor, start: int, position_BT: Tensor | None) -> None:
@@ -93,7 +93,7 @@ class StepLosses(PositionSums):
         """
         self.add(loss_BT, position_BT=position_BT, part=self._part)
         row = self._first_row + start
-        self.loss_B[row : row + len(loss_BT)] = loss_BT.mean(1, dtype=torch.float64) / self._sharing
+        self.loss_B[row : row + len(loss_BT)] = loss_BT.mean(1, dtype=torch.float64) / self._context_size
 
 
 def _add_at(total_T: Tensor, position_N: Tensor, value_N: Tensor) -> None:
