@@ -39,10 +39,9 @@ def _locate(
     x_ptr, x_batch, x_row, y_ptr, y_batch, y_row, shift_ptr, shift_batch, shift_row, previous_ptr, begins_ptr,
     heads, length, stretch, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Inputs of a program, which has GROUPS stretches of one head: pointers to their first rows, and the distance of
-    one row to the next. Rows are counted from the program's first.
-
-    Returns also, for outputs, those rows of all that a contiguous tensor has, and the channels.
+    """What a program of GROUPS stretches of one head reads: pointers to the first row of each, and row strides; facts
+    about rows, counted from the program's first: these first ones, the number of programs before it, the length from
+    there on, channels that exist. For contiguous outputs also these rows, counted from the first of all, and channels.
     """
     head, block, batch = tl.program_id(0) % heads, tl.program_id(0) // heads, tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -54,19 +53,20 @@ def _locate(
         y_ptr + batch * y_batch + position[:, None] * y_row + channel, y_row,
         previous_ptr + batch * heads * WIDTH + tl.zeros_like(row)[:, None] + channel,
         shift_ptr + batch * shift_batch + position * shift_row + head, shift_row,
-        begins_ptr + batch * length + position, row, block, (length - first).to(tl.int32), exists,
+        begins_ptr + batch * length + position,
     )  # fmt: skip
-    return inputs, batch * length + position, channel
+    return inputs, (row, block, (length - first).to(tl.int32), exists), batch * length + position, channel
 
 
 @triton.jit
-def _read(step, inputs, SHIFT: tl.constexpr, HAS_PREVIOUS: tl.constexpr, HAS_BEGINS: tl.constexpr):
+def _read(step, inputs, rows, SHIFT: tl.constexpr, HAS_PREVIOUS: tl.constexpr, HAS_BEGINS: tl.constexpr):
     """x at the rows `row + step`; y at those before them; logits of the shift, and beginnings of documents.
 
     Outside of the sequence numbers are 0, but for previous, which is y before the first row. With a negative step
     nothing is read.
     """
-    x_ptrs, x_row, y_ptrs, y_row, previous_ptrs, shift_ptrs, shift_row, begins_ptrs, start, block, length, exists = inputs
+    x_ptrs, x_row, y_ptrs, y_row, previous_ptrs, shift_ptrs, shift_row, begins_ptrs = inputs
+    start, block, length, exists = rows
     row, offset = start + step, tl.cast(step, tl.int64)
     inside = (row >= start) & (row < length)
     x = tl.load(x_ptrs + offset * x_row, mask=inside[:, None] & exists, other=0.0)
@@ -116,12 +116,12 @@ def shift_norm_forward_kernel(
     contiguous.
     """
     y_batch, y_row = y_batch.to(tl.int64) * UNIT, y_row.to(tl.int64) * UNIT
-    inputs, position, channel = _locate(
+    inputs, rows, position, channel = _locate(
         y_ptr, y_batch, y_row, y_ptr, y_batch, y_row, shift_ptr, shift_batch, shift_row, previous_ptr, begins_ptr,
         heads, length, 1, WIDTH, BLOCK, GROUPS,
     )  # fmt: skip
-    row, _, length, exists = inputs[8:]
-    z, y_before, logit, begins = _read(0, inputs, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
+    row, _, length, exists = rows
+    z, y_before, logit, begins = _read(0, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
     z = z.to(tl.float32)
     if SHIFT:
         before, here, _ = _weights(logit, begins, HAS_BEGINS)
@@ -175,11 +175,11 @@ def shift_norm_backward_kernel(
     part `(P, H·WIDTH)` float32: sums over a program's positions of the gradients of weights.
     """
     y_batch, y_row = y_batch.to(tl.int64) * UNIT, y_row.to(tl.int64) * UNIT
-    inputs, position, channel = _locate(
+    inputs, rows, position, channel = _locate(
         d_out_ptr, d_out_batch, d_out_row, y_ptr, y_batch, y_row, shift_ptr, shift_batch, shift_row,
         previous_ptr, begins_ptr, heads, length, 2 * steps, WIDTH, BLOCK, GROUPS,
     )  # fmt: skip
-    row, block, length, exists = inputs[8:]
+    row, block, length, exists = rows
     head, width = tl.program_id(0) % heads, heads * WIDTH
     weight = tl.zeros([1, BLOCK], tl.float32)
     if NORM:
@@ -190,7 +190,7 @@ def shift_norm_backward_kernel(
 
     # What the row behind the stretch leaves to its last one.
     step = 2 * steps
-    given = _read(step, inputs, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
+    given = _read(step, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
     y, carry = given[1].to(tl.float32), tl.zeros([GROUPS, BLOCK], tl.float32)
     if SHIFT:
         follows = (row + step < length)[:, None] & exists
@@ -198,13 +198,13 @@ def shift_norm_backward_kernel(
         _, carry, _, _ = _gradients(behind, given, weight, epsilon, SHIFT, NORM, HAS_BEGINS, WIDTH)
 
     sums = tl.zeros([GROUPS, BLOCK], tl.float32)
-    late = _read(step - 1, inputs, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
-    early = _read(step - 2, inputs, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
+    late = _read(step - 1, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
+    early = _read(step - 2, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
     for _ in range(steps):
         step -= 2
         later, earlier = late, early
-        late = _read(step - 1, inputs, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
-        early = _read(step - 2, inputs, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
+        late = _read(step - 1, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
+        early = _read(step - 2, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
         for one in tl.static_range(2):
             given = earlier if one else later
             dy, d_before, d_logit, d_weight = _gradients(y, given, weight, epsilon, SHIFT, NORM, HAS_BEGINS, WIDTH)
