@@ -35,7 +35,6 @@ from cases import CONFIGS, NotMeasured, compose, end_with_parent, experiment_ove
 
 from forgetting_transformer import command_line
 from forgetting_transformer.command_line import count
-from training import empty_caches
 
 CACHES = ("empty", "warm")
 LAUNCH = CONFIGS.parent / "scripts/launch.py"
@@ -87,7 +86,8 @@ def start(args: argparse.Namespace, experiment: str, output: Path) -> dict[str, 
         f"train.max_tokens={data.train_batch_len * data.train_batch_size}",
         f"schedule.total_tokens={config.schedule.total_tokens or 'null'}", *args.overrides,
     ]  # fmt: skip
-    seconds = follow(command, Path(f"{output}.txt"), args.time_limit, empty_caches(str(folder)))
+    caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+    seconds = follow(command, Path(f"{output}.txt"), args.time_limit, caches)
     stages = json.loads((output / "goodput.json").read_text(encoding="utf-8"))["starts"][-1]["stages"]
     return {"first_line_seconds": seconds, "launcher_seconds": seconds - sum(stages.values()), "stages": stages}
 

@@ -21,8 +21,7 @@ mfu                 model FLOPs per second / peak dense FLOP/s of the GPU at thi
                     counted, and pruned attention counts as full. None if the peak is unknown; --peak_flops gives it
 peak_memory_bytes   of PyTorch's allocator during the measured steps: weights, gradients, activations, with
                     --optimizer_step AdamW's moments
-first_step_seconds  of the first step, which compiles and tunes kernels. It uses what earlier runs left in the disk
-                    caches; --empty_kernel_cache hides that
+first_step_seconds  of the first step, which compiles and tunes kernels, with what earlier runs left in the disk caches
 
 Weights are those of initialisation, where forget gates are near 1/2 and pruning skips most, unless --experiments names
 the output_dir of a run.
@@ -31,7 +30,6 @@ the output_dir of a run.
 import argparse
 import itertools
 import math
-import os
 import statistics
 import sys
 import time
@@ -45,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import Case, compose, is_run, parse, parser, run, run_main
 
 from forgetting_transformer import command_line
-from forgetting_transformer.command_line import at_least, count, large
+from forgetting_transformer.command_line import count, large
 
 ON_GPU = {
     "experiments": [
@@ -88,11 +86,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--warmup_steps", type=count, default=2, help="steps before them (default 2)")
     made.add_argument("--optimizer_step", action="store_true", help="a step includes clipping and AdamW")
     made.add_argument("--precision", choices=("bf16-mixed", "32-true"))
-    made.add_argument("--kernels", type=at_least(0), default=0, help="keep so many of the slowest kernels of a step")
     made.add_argument("--peak_flops", type=large, help="peak FLOP/s of the device, for MFU")
     made.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
     command_line.add_plugins(made)
-    made.add_argument("--empty_kernel_cache", action="store_true", help="start without compiled and tuned kernels")
     args = parse(made, argv, ON_GPU, ON_CPU)
     del args.plugins  # which are imported, and change nothing that is measured
     return args
@@ -105,14 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for experiment in args.experiments
         for checkpointing in CHECKPOINTING[args.checkpointing]
     ]
-    if args.worker and args.empty_kernel_cache:
-        os.environ |= empty_caches(str(Path(args.worker[1]).parent))
     return run(__file__, args, argv, cases, lambda case: measure(args, case), lambda _: 1)
-
-
-def empty_caches(folder: str) -> dict[str, str]:
-    """Variables that hide the kernels that Triton and Inductor have on disk."""
-    return {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
 
 
 def measure(args: argparse.Namespace, case: Case) -> dict[str, Any]:
@@ -238,7 +227,6 @@ def measure_steps(
         "mfu": rate * flops_per_token / peak if peak else None,
         "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "first_step_seconds": first_step,
-        **({"kernels": slowest_kernels(step, args.kernels)} if args.kernels else {}),
     }
 
 
@@ -261,23 +249,6 @@ def time_steps(step: Callable[[], Any], count: int, device: Any, losses: list[fl
     torch.cuda.synchronize(device)
     losses.extend(loss.item() for loss in found)
     return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)]
-
-
-def slowest_kernels(step: Callable[[], Any], count: int) -> list[dict[str, Any]]:
-    """Kernels that take most of a step on the device: name, calls and milliseconds of each."""
-    import torch
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    on_cuda = torch.cuda.is_available()
-    with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiler:
-        step()
-    rows = []
-    for event in profiler.key_averages():
-        if not on_cuda or event.device_type == DeviceType.CUDA:
-            microseconds = event.self_device_time_total if on_cuda else event.self_cpu_time_total
-            rows.append({"name": event.key, "calls": event.count, "ms": round(microseconds / 1000, 4)})
-    return sorted(rows, key=lambda row: -row["ms"])[:count]
 
 
 def read_run(args: argparse.Namespace, output_dir: str, checkpointing: bool) -> tuple[Any, Any, Any]:

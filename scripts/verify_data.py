@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     for path in args.paths:
         arrays = [path] if path.suffix == ".zarr" else sorted(path.glob("*.zarr"))
         if not arrays:
-            raise DataError(f"no arrays (NAME.zarr) in {path}")
+            raise DataError(f"no arrays (NAME.zarr) in {path}; give a corpus's folder, as in data/python, or an array")
         for array in arrays:
             vocab_size = args.vocab_size or read_manifest(array.parent).get("vocab_size", GPT2_VOCAB_SIZE)
             table, is_sound = verify(array, vocab_size, args.missing_chunks, args.share, args.workers)

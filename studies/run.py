@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for all jobs: nothing of a study is on the hub
     worked = True
     stages = Stages(args.study, args.plan, args.folder, args.overrides)
+    if "train" in args.stages:
+        _ = stages.queue  # what train.py would refuse is refused before the corpus is made
     for stage in (stage for stage in STAGES if stage in args.stages):
         print(f"\n== {stage}", flush=True)
         if not getattr(stages, stage)():

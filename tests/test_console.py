@@ -136,6 +136,7 @@ TYPOS = {
     f"{DEMO} callbacks={{needle:{{lengths:[8]}}}}": "callbacks is a list of names, as in callbacks=[needle]; keys ",
     "callbacks=[lm_eval,zzz]": "there is no callbacks=zzz; choices: ",
     "optimizer=": "optimizer= is empty (a variable that is not set?); choices: adamw, muon",
+    "hydra/launcher=nope": "there is no hydra/launcher=nope; choices: basic, fabric",
     "tag=[a": "tag=[a cannot be read; give text that holds a space, = , : ; ~ quotes, brackets or letters such ",
     "output_dir=out/ä": "output_dir=out/ä cannot be read; give text that holds a space, ",
 }

@@ -4,6 +4,7 @@ A stage does what it can with what is there, says what it skips, and returns whe
 already is not made again, so that the same command continues a study.
 """
 
+import functools
 import importlib.util
 import json
 import subprocess
@@ -45,6 +46,10 @@ class Stages:
         self.plugins = ["--plugins", *named] if named else []
         self.corpus_folder = self.folder / "data" / "python_code"
 
+    @functools.cached_property
+    def queue(self) -> Queue:
+        return Queue(self.plan, self.folder, self.overrides)
+
     def corpus(self) -> bool:
         wanted = self.plan.corpus
         paths = sysconfig.get_paths()
@@ -58,14 +63,13 @@ class Stages:
         Raises:
             SweepError, ConfigError: the study cannot begin.
         """
-        work = Queue(self.plan, self.folder, self.overrides)
-        results = work.run(machine(self.overrides))
+        results = self.queue.run(machine(self.overrides))
         print(f"\n{runner.summary(results)}\n")
-        for model, why in work.failures.items():
+        for model, why in self.queue.failures.items():
             print(f"{model}: its search stopped, and it was not run: {why}", file=sys.stderr)
         if left := unfinished(results):
             print(f"jobs that are not finished: {len(left)}; the same command continues them", file=sys.stderr)
-        return not left and not work.failures
+        return not left and not self.queue.failures
 
     def evaluate(self) -> bool:
         positions = self._run(self._of_each_run(self._position_loss, self.plan.seeds), self.plan.evaluations_per_gpu)

@@ -49,13 +49,13 @@ def test_every_command_of_measure_would_be_taken_and_every_measured_file_has_one
 def test_steps_of_a_model_and_an_override_that_reaches_it():
     training = load("training")
     options = ["--device", "cpu", "--seq_len", "32", "--steps", "2", "--warmup_steps", "1"]
-    options += ["--optimizer_step", "--peak_flops", "1e12", "--kernels", "3"]
+    options += ["--optimizer_step", "--peak_flops", "1e12"]
     rows = []
     for overrides in ([], ["scale.num_hidden_layers=1"]):
         args = training.parse_args([*options, "--overrides", "optimizer.lr=1e-3", *overrides])
         rows.append(training.measure(args, {"experiment": "demo/fox_pro", "checkpointing": False}))
     row, shallow = rows
-    assert row["tokens_per_step"] == 32 and len(row["step_seconds"]) == 2 and len(row["kernels"]) == 3
+    assert row["tokens_per_step"] == 32 and len(row["step_seconds"]) == 2
     assert row["mfu"] == pytest.approx(row["tokens_per_second"] * row["flops_per_token"] / 1e12)
     assert row["pruned"] and not row["compiled"] and row["peak_memory_bytes"] is None
     assert shallow["parameters"] < row["parameters"]

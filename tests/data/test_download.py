@@ -122,6 +122,8 @@ def test_a_finished_copy_fetches_nothing_and_more_documents_only_the_new_ones(mi
     assert set(mirror.fetched().values()) == {1}
     with pytest.raises(DataError, match=r"is a folder of this machine; give a URL, as in file://"):
         fetch(tmp_path / "copy", source=str(tmp_path / "out"))
+    with pytest.raises(DataError, match=r"^--source absent is a folder of this machine; give a URL"):
+        fetch(tmp_path / "copy", source="absent")
 
 
 @pytest.mark.parametrize(

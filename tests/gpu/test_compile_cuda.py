@@ -44,6 +44,11 @@ import os
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = {folder!r} + "/inductor"
 os.environ["TRITON_CACHE_DIR"] = {folder!r} + "/triton"
 """
+# What wins TorchInductor's races between launch configurations where its caches are empty, loses here.
+SLOWEST_WINS = """
+import torch._inductor.config
+torch._inductor.config.test_configs.distort_benchmarking_result = "inverse"
+"""
 KILLED_IN_THE_SIXTH_STEP = """
 import os, signal
 from forgetting_transformer.training import saving
@@ -123,7 +128,7 @@ def test_a_resume_with_empty_caches_is_bitwise_the_straight_run(long_corpus, tmp
     jobs = [(start(x, world_size, tmp_path / f"caches {i}"), x) for i, x in enumerate((straight, halved))]
     for job, trained in jobs:
         log_of(job, trained)
-    run(config, world_size, tmp_path / "caches 2")
+    run(config, world_size, tmp_path / "caches 2", SLOWEST_WINS)
     assert_same_bits(straight["output_dir"], config["output_dir"], 8 * STEP)
 
 

@@ -81,7 +81,7 @@ def compile_for_hopper(name: str, head_dim: int, has_first: bool) -> None:
         rows = {"q": tile, "d_out": tile, "k": 128, "v": 128, "dk": 64, "dv": 64}
     descriptors = {argument: descriptor("bf16", [n, head_dim], 128, 16) for argument, n in rows.items()}
     vectors = ("suffix_vector", "log_normaliser", "delta", "row_sum")
-    descriptors |= {"dq": descriptor("fp32", [64, 64], 128, 32)} | dict.fromkeys(
+    descriptors |= {"dq": descriptor("fp32", [tile, 4096 // tile], 128, 32)} | dict.fromkeys(
         vectors, descriptor("fp32", [tile], 0, 32)
     )
     compile_kernel(

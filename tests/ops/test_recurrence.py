@@ -262,6 +262,27 @@ def test_refused_inputs_are_named(good, change, message):
         function(**{name: torch.zeros(shape) for name, shape in good.items()} | change)
 
 
+def test_kernels_of_fla_get_the_listed_configurations(monkeypatch):
+    triton = pytest.importorskip("triton")
+
+    @triton.heuristics({"USE_GATE": lambda _: True})
+    @triton.autotune([triton.Config({}, num_warps=n) for n in (1, 2)], key=[])
+    @triton.jit
+    def chunk_bwd_kernel_dv(): ...
+
+    @triton.heuristics({"USE_GATE": lambda _: True})
+    @triton.jit
+    def parallel_path_fwd_kernel(): ...
+
+    module = types.ModuleType("fla.ops.some")
+    module.tuned, module.fixed = chunk_bwd_kernel_dv, parallel_path_fwd_kernel
+    monkeypatch.setitem(sys.modules, "fla.ops.some", module)
+    fla_on_hopper.choose_configurations.__wrapped__()
+    assert [(c.num_warps, c.num_stages) for c in chunk_bwd_kernel_dv.fn.configs] == [(4, 3)]
+    values = {name: value({}) for name, value in parallel_path_fwd_kernel.values.items()}
+    assert values == {"USE_GATE": True, "num_warps": 8, "num_stages": 2}
+
+
 # Modules, functions and arguments of flash-linear-attention 0.6.
 FLA_KERNELS = {
     "simple_gla": ("fla.ops.simple_gla", "chunk_simple_gla", ["q", "k", "v", "g"]),

@@ -90,6 +90,8 @@ def test_a_model_is_searched_run_at_its_best_rate_and_then_its_variants(study, t
     overrides: {search: {train.max_tokens: 4096}, variants: {exp: short}}
     variants: {fox_pro: [fox_pro, fox_llama]}
     """
+    code, out, _ = study("optimizer.lrr=1", yaml=yaml)
+    assert code == 1 and out.startswith("error: unknown config key 'optimizer.lrr'; did you mean 'optimizer.lr'?")
     code, out, order = study("--stages", "train", yaml=yaml)
     assert code == 0, out
     # All of the first seed comes first, and variants last.

@@ -38,6 +38,10 @@ def test_ranges_are_hydras():
     }
     with pytest.raises(SweepError, match=r"x=range\(0.1,1\): give choices"):
         search_space(["x=range(0.1,1)"])
+    with pytest.raises(SweepError, match=r"^x=interval\(2,1\): `low <= high` must hold"):
+        search_space(["x=interval(2,1)"])
+    with pytest.raises(SweepError, match=r"^Error parsing override 'x=interval\(a,1\)' TypeError [^\n]*$"):
+        search_space(["x=interval(a,1)"])
 
 
 def test_it_continues_where_it_was_and_its_table_has_the_best_run_first(search, faults, tmp_path):

@@ -185,6 +185,7 @@ def test_what_an_evaluation_lacks_is_missed_before_the_first_step(tiny, tokenize
     refused(with_needle(tiny, None), "callbacks.needle.tokenizer=None: ")
     for keys, message in (
         ({"tasks": ["wordz"]}, "tasks=wordz: lm_eval does not know it; did you mean 'words'? `lm_eval ls"),
+        ({"include_path": "/absent"}, "include_path=/absent: there is no such folder; give one with task files"),
         ({"tasks": []}, "callbacks.lm_eval.tasks=[] is empty; give at least one value"),
     ):
         refused(changed(tiny, callbacks__lm_eval=lm_eval | keys), message)

@@ -1,6 +1,7 @@
 """init_from: a new run begins with the weights of an export or of a model of the hub."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -115,6 +116,9 @@ def test_tensors_that_do_not_match_are_named_and_refused_and_nothing_is_moved(ti
         "with "
         "init_allow=[lm_head.weight,model.layers.0.extra.weight,model.norm.weight]"
     )
+    other = {"name": "hgrn2", "config": {"hidden_size": 32, "num_hidden_layers": 2, "expand_ratio": 16}}
+    said = one_line(changed(new, model=other))
+    assert said.count(" is ") == 8 and re.search(r"; and \d\d more\. Train .*,…\]$", said)
     assert sorted(Path(tiny["output_dir"]).rglob("*")) == before, "the old run stays where it was"
     # Those that are left are named, and so is a pattern that names nothing.
     assert "does not fit: model.norm.weight is missing. " in one_line(

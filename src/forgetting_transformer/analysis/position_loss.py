@@ -119,7 +119,9 @@ def read_result(folder: Path, name: str) -> Result:
             loss_T = np.asarray(arrays[LOSS_PER_TOKEN], dtype=np.float64)
             octaves_NO, group_N = arrays.get(LOSS_PER_OCTAVE), arrays.get(GROUP_OF_SEQUENCE)
     except (OSError, ValueError, KeyError, EOFError) as error:
-        raise AnalysisError(f"{file}: cannot read the array {LOSS_PER_TOKEN!r} ({error})") from error
+        raise AnalysisError(
+            f"{file}: cannot read the array {LOSS_PER_TOKEN!r} ({error}); give SAVE_DIR/MODEL of run_per_token_loss.py"
+        ) from error
     summary_file = file.with_suffix(".json")
     summary = read_json(summary_file) if summary_file.is_file() else {}
     return Result(name, loss_T, summary, octaves_NO, group_N)

@@ -31,7 +31,7 @@ def explain(error: Exception, folders: Sequence[Path]) -> str | None:
         return _unreadable(error.override.removeprefix("++"))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
-        return _unknown_choice(group, option, folders)
+        return _unknown_choice(group, option, error.options or (), folders)
     said = f"{error}\n{error.__cause__ or ''}".replace("'++", "'")  # as it was typed
     if "Could not override 'callbacks'" in said:
         return "callbacks is a list of names, as in callbacks=[needle]; keys follow, as in callbacks.needle.lengths=…"
@@ -50,9 +50,9 @@ def _unreadable(override: str) -> str:
     return f"{override!r} is not of the form key=value"
 
 
-def _unknown_choice(group: str, option: str, folders: Sequence[Path]) -> str:
+def _unknown_choice(group: str, option: str, known: Sequence[str], folders: Sequence[Path]) -> str:
     """A choice that its group does not have. It may be one of a group below, as in +experiment/demo=fox_pro."""
-    choices = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+    choices = sorted({*known, *(path.stem for folder in folders for path in (folder / group).glob("*.yaml"))})
     below = {path.relative_to(folder) for folder in folders for path in (folder / group).glob("*/**/*.yaml")}
     if not group:
         return f"--config-name={option}: there is no such file; leave it out, or name {' or '.join(choices)}"

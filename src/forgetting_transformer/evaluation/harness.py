@@ -265,7 +265,13 @@ def check_names(tasks: Sequence[str], manager: TaskManager, option: str) -> None
 
 @functools.cache
 def task_manager(include_path: Path | None) -> TaskManager:
-    """lm_eval's registry of tasks, which takes seconds to make."""
+    """lm_eval's registry of tasks, which takes seconds to make.
+
+    Raises:
+        EvaluationError: there is no such folder.
+    """
+    if include_path is not None and not include_path.is_dir():
+        raise EvaluationError(f"include_path={include_path}: there is no such folder; give one with task files")
     return TaskManager(include_path=None if include_path is None else str(include_path))
 
 

@@ -9,6 +9,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from forgetting_transformer import composition
+from forgetting_transformer.command_line import one_line
 from forgetting_transformer.composition import errors
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.runner import Machine
@@ -67,7 +68,7 @@ def search_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any], d
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise SweepError(str(error)) from error
+        raise SweepError(one_line(error)) from error
     for override, written in zip(parsed, overrides, strict=True):
         key = override.get_key_element()
         if not override.is_sweep_override():
@@ -81,7 +82,10 @@ def search_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any], d
         elif override.is_interval_sweep():
             integers = isinstance(values.start, int) and isinstance(values.end, int)  # int(interval(…))
             kind = IntDistribution if integers else FloatDistribution
-            space[key] = kind(values.start, values.end, log="log" in values.tags)
+            try:
+                space[key] = kind(values.start, values.end, log="log" in values.tags)
+            except ValueError as error:
+                raise SweepError(f"{written}: {error}") from error
         else:
             raise SweepError(f"{written}: give choices (a,b), interval(low, high) or tag(log, interval(low, high))")
     return fixed, space, text

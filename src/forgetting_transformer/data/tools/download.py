@@ -24,7 +24,7 @@ from forgetting_transformer.data.errors import DataError, cannot_write
 from forgetting_transformer.data.sparse import documents_in, keys_of, whole_rows
 from forgetting_transformer.data.storage.array_files import ARRAY_METADATA
 from forgetting_transformer.data.storage.checksums import list_name, read_list, sha256_of, write_sums
-from forgetting_transformer.data.storage.remote import RemoteFile, join
+from forgetting_transformer.data.storage.remote import RemoteFile, is_url, join
 from forgetting_transformer.data.storage.remote_cache import CacheSettings
 from forgetting_transformer.data.token_array import Chunk, TokenArray
 from forgetting_transformer.data.tools.progress import progress
@@ -90,6 +90,8 @@ class _Download:
     """
 
     def __init__(self, source: str, split: str, out: Path, tokens: int | None, work: Path) -> None:
+        if not is_url(source):
+            raise DataError(f"--source {source} is a folder of this machine; give a URL, as in file://{source}")
         self.split, self.out, self.name = split, out, f"{split}.zarr"
         self.array = TokenArray(join(source, self.name), 1 << 32, CacheSettings(work, 1 << 60), sampled=False)
         self.files, self.source = self.array.files, str(self.array.path).removesuffix(f"/{self.name}")
@@ -142,10 +144,7 @@ class _Download:
     def _choose(self, wanted: int | float | None) -> tuple[list[int], list[int]]:
         """Rows of chunks that the source has completely, and those of them to fetch."""
         array, remote = self.array, self.files.remote
-        if remote is None:
-            raise DataError(
-                f"--source {self.source} is a folder of this machine; give a URL, as in file://{self.source}"
-            )
+        assert remote is not None  # of a URL
         keys = {at: key for at, key in keys_of(array).items() if at[1] * array.chunk_shape[1] < self.tokens}
         files = remote.files()
         if files is None:  # plain HTTP, which is taken to have all

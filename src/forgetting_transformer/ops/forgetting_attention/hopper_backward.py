@@ -142,9 +142,16 @@ def _query_gradient(k_tile, d_score_T, W: gl.constexpr, HEAD_DIM: gl.constexpr, 
 
 
 @gluon.jit
-def _hand_on(dq, dq_tile, dq_ready, dq_free, phase):
-    """Leave gradients of queries to the warp that adds them to memory."""
+def _hand_on(dq, dq_tile, dq_ready, dq_free, phase, HEAD_DIM: gl.constexpr):
+    """Leave gradients of queries to the warp that adds them to memory.
+
+    At 64 channels in an order in which each thread writes 16 bytes and no two meet in a bank: its pair of columns, then
+    that eight rows below. At 128 this was slower.
+    """
     mbarrier.wait(dq_free.index(0), phase)
+    if HEAD_DIM == _ROWS:
+        dq = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), [3, 0, 2, 4, 1, 5])
+        dq = gl.reshape(dq, [2 * _ROWS, _ROWS // 2])
     dq_tile.store(dq)
     fence_async_shared()
     mbarrier.arrive(dq_ready.index(0), count=1)
@@ -204,7 +211,7 @@ def _step(
     column_sum += _one_of_two(sums)
     if has_before:  # else dq comes from what lay in memory
         mbarrier.arrive(d_score_free.index(stage ^ 1), count=1)
-        _hand_on(dq, dq_tile, dq_ready, dq_free, stage)
+        _hand_on(dq, dq_tile, dq_ready, dq_free, stage, HEAD_DIM)
     return dk, dv, column_sum
 
 
@@ -259,7 +266,7 @@ def _compute(
         stage ^= 1
         mbarrier.wait(d_score_ready.index(stage), phase ^ stage)
         dq = _query_gradient(k_tiles.index(0), d_score_tiles.index(stage), W, HEAD_DIM, M)
-        _hand_on(warpgroup_mma_wait(0, deps=[dq]), dq_tile, dq_ready, dq_free, stage ^ 1)
+        _hand_on(warpgroup_mma_wait(0, deps=[dq]), dq_tile, dq_ready, dq_free, stage ^ 1, HEAD_DIM)
     gl.store(column_sum_ptr + key, gl.convert_layout(gl.max(column_sum, 1), _rows_of(M)))
     # Through the place of this warpgroup's values, which no other reads.
     place = v_tiles.index(0).slice(W * _ROWS, _ROWS)
@@ -341,10 +348,9 @@ def _add_in_turn(
         while _load_acquire(at) != turn:
             pass
         row = dq_row + m
-        if M == 2 * _ROWS:
-            row_1, column_1 = row + _ROWS, 0
-        else:
-            row_1, column_1 = row, HEAD_DIM // 2
+        row_1, column_1 = row, HEAD_DIM // 2
+        if HEAD_DIM == _ROWS:  # in rows of 32 numbers
+            row, row_1, column_1 = 2 * row, 2 * row + M, 0
         mbarrier.wait(dq_ready_0.index(0), phase)
         if turn == 0:
             _store_tile(dq, [row, 0], dq_tiles.index(0))
@@ -413,7 +419,7 @@ def backward_kernel(
     q_tiles = gl.allocate_shared_memory(q.dtype, [_STAGES, M, HEAD_DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [_STAGES, M, HEAD_DIM], d_out.layout)
     d_score_tiles = gl.allocate_shared_memory(q.dtype, [_STAGES, 2 * _ROWS, M], q.layout)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, _ROWS, _ROWS], dq.layout)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, M, _ROWS * _ROWS // M], dq.layout)
     normalisers = gl.allocate_shared_memory(gl.float32, [_STAGES, M], log_normaliser.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [_STAGES, M], delta.layout)
     shifts = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], delta.layout)
@@ -466,11 +472,15 @@ def backward_kernel(
 def finish_kernel(
     sum_ptr, dq_ptr, dq_0, dq_1, dq_2, heads, num_queries, sm_scale, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Gradients of queries from their float32 sums `(Z, M, D)`."""
+    """Gradients of queries from their float32 sums `(Z, M, D)`, at 64 channels in the order of `_hand_on`."""
     num_blocks = num_queries // ROWS
     z = (tl.program_id(0) // num_blocks).to(tl.int64)
     row, channel = tl.program_id(0) % num_blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
-    total = tl.load(sum_ptr + z * num_queries * HEAD_DIM + row[:, None] * HEAD_DIM + channel[None, :])
+    sum_ptr += (z * num_queries + tl.program_id(0) % num_blocks * ROWS) * HEAD_DIM
+    total = tl.load(sum_ptr + tl.arange(0, ROWS * HEAD_DIM))
+    if HEAD_DIM == 64:
+        total = tl.permute(tl.reshape(total, [ROWS // 64, 8, 4, 8, 4, 2, 2]), [0, 2, 5, 3, 1, 4, 6])
+    total = tl.reshape(total, [ROWS, HEAD_DIM])
     at = dq_ptr + (z // heads) * dq_0 + (z % heads) * dq_1 + row[:, None] * (z * 0 + dq_2) + channel[None, :]
     tl.store(at, (total * sm_scale).to(dq_ptr.dtype.element_ty))
 
@@ -488,8 +498,10 @@ class _Backward:
         self.wide = torch.Size((sizes.batch, sizes.heads, sizes.keys, head_dim))  # of dk and dv for each query head
         wide = k._replace(size=self.wide).like()
         self.dk, self.dv, self.dq = located(wide, _ROWS.value), located(wide, _ROWS.value), Located(q.like())
-        self.total = sizes.rows * sizes.queries, head_dim
-        self.total_tiles = Descriptors(TensorDescriptor, [*self.total], [head_dim, 1], [_ROWS.value] * 2, _FLOAT_TILE)
+        numbers, width = sizes.rows * sizes.queries * head_dim, 32 if head_dim == 64 else head_dim
+        self.total = numbers // width, width
+        block = [m, _ROWS.value * _ROWS.value // m]
+        self.total_tiles = Descriptors(TensorDescriptor, [*self.total], [width, 1], block, _FLOAT_TILE)
         self.rows = vectors(sizes.rows * sizes.queries, m)
         self.numbers = sizes.heads, sizes.group, *sizes.lengths
         self.launch = Launch(

@@ -3,9 +3,11 @@
 **Configurations.** FLA lets Triton time up to 48 configurations of each kernel in every new process without a warm
 cache: 372 kernels to compile for four of the five ops here, minutes before the first step. And what is fastest is
 settled by a race, so that two starts of one run may sum in different orders and differ in the last bits. The
-configurations below won on an H200 at the published head dimensions, but for those of
-Kimi Delta Attention and of PaTH attention (`path_attention_fla.py`), which were never timed. With one configuration
-left, Triton times nothing.
+configurations below won on an H200 at the published head dimensions, but for those of Kimi Delta Attention, which were
+never timed. With one configuration left, Triton times nothing.
+
+PaTH attention's kernels (`path_attention_fla.py`) have fixed configurations, of which two hold more in a thread than it
+has registers. They get others.
 
 **Gated backward.** With Triton 3.4.0 to 3.7.0, FLA refuses the backward pass of chunk_simple_gla and
 chunk_gated_delta_rule on Hopper, because Triton miscompiled one of its kernels (FLA's issue 640). Not every version and
@@ -64,6 +66,9 @@ _CONFIGURATIONS: dict[str, tuple[dict[str, Any], int, int]] = {
     "recompute_w_u_fwd_kda_kernel": ({}, 4, 3),
     "recompute_w_u_fwd_kernel": ({}, 4, 3),
 }
+# Warps and pipeline stages of kernels that FLA launches with four and three, which takes 2.6 and 3.1 times as long
+# (H200, 64 channels).
+_LAUNCHES = {"parallel_path_fwd_kernel": (8, 2), "parallel_path_bwd_dkv_kernel": (8, 1)}
 # Key and value channels of a head with which the gated backward pass was right on an H200.
 _GATED_HEAD_DIMS = {(64, 64), (128, 64), (128, 128)}
 # FLA stores inputs and states in 16 bits; a miscompiled kernel is wrong by far more than their rounding.
@@ -76,13 +81,19 @@ def is_hopper(device_index: int) -> bool:
 
 @functools.cache
 def choose_configurations() -> None:
-    """Leave each of FLA's kernels that are listed above the one configuration that is listed."""
+    """Give each of FLA's kernels that are listed above the one configuration that is listed."""
     from triton import Config
-    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.autotuner import Autotuner, Heuristics
 
     modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("fla.ops.")]
     for module in modules:
         for kernel in vars(module).values():
+            name = getattr(getattr(kernel, "fn", None), "__name__", None)  # an Autotuner has none
+            if isinstance(kernel, Heuristics) and name in _LAUNCHES:
+                # What a heuristic returns takes precedence over the call.
+                warps, stages = _LAUNCHES[name]
+                values = {"num_warps": lambda _, n=warps: n, "num_stages": lambda _, n=stages: n}
+                kernel.values = {**kernel.values, **values}
             while hasattr(kernel, "fn") and not isinstance(kernel, Autotuner):
                 kernel = kernel.fn
             if not isinstance(kernel, Autotuner):

@@ -259,7 +259,7 @@ def _line(key: str, error: Any, keys: Mapping[str, Key]) -> str:
         return f"{key}={redact(value)} is empty; give at least one value{null}"
     if kind == "literal_error":
         expected = error["ctx"]["expected"].replace("True", "true").replace("False", "false")
-    better = f" must be {expected}" if expected else f": {error['msg']}".replace(": Input should be", " must be")
+    better = f" must be {expected}" if expected else re.sub("^: (Input|List) should", " must", f": {error['msg']}")
     return f"{key}={redact(value)}{better}{null}"
 
 

@@ -102,6 +102,9 @@ def _configure(world_size: int) -> None:
     torch._dynamo.config.recompile_limit = _MAX_VERSIONS
     # Else the next start traces forward and backward of each block again: `split_columns` is such a function.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    # Else it times tilings of sums and padded products, and what wins decides about the last bits. Caches would hide it
+    # until a resume finds them empty.
+    torch._inductor.config.deterministic = True
     # It would cut a block into pieces as large as DDP's buckets, for sums over ranks to begin before the block ends.
     torch._dynamo.config.optimize_ddp = False
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:

@@ -118,12 +118,13 @@ def _unmatched(
             reasons[name] = "of other tokens"
     allowed = named_by("init_allow", config.init_allow, {*own, *theirs}, "tensor of the model or of init_from")
     if refused := sorted(reasons.keys() - allowed):
-        listed = "; ".join(f"{name} is {reasons[name]}" for name in refused)
+        few, more = refused[:8], f"; and {len(refused) - 8} more" * (len(refused) > 8)
+        listed = "; ".join(f"{name} is {reasons[name]}" for name in few) + more
         why = f"it has another vocabulary than the corpus ({other_vocabulary}); " if other_vocabulary else ""
         raise ConfigError(
             f"init_from={config.init_from} does not fit: {why}{listed}. Train the model, and a corpus of the "
             "tokenizer, that the weights are of; or let these begin with fresh weights, and leave unexpected ones out, "
-            f"with init_allow=[{','.join(refused)}]"
+            f"with init_allow=[{','.join(few)}{',…' * bool(more)}]"
         )
     return sorted(reasons.keys() & own.keys()), sorted(reasons.keys() - own.keys())
 
