@@ -166,7 +166,7 @@ def expect_shift_norm(batch, length, heads, head_dim, shift, norm, previous, beg
 def test_shift_and_norm(device, shift, norm):
     """In the interpreter with stretches of 8 positions: some lie beyond the sequence, and most have a neighbour."""
     if device == "cpu":
-        shift_norm_triton._STEPS, shift_norm_triton._TILES = 2, {"forward": 64, "backward": 64}
+        shift_norm_triton._STEPS, shift_norm_triton._TILES = 4, {"forward": 64, "backward": 64}
     for length, begins in ((1, False), (33, True)):
         expect_shift_norm(2, length, 2, 16, shift, norm, True, begins)
     expect_shift_norm(1, 20, 2, 16, shift, norm, False, True, torch.float16)

@@ -118,7 +118,7 @@ position = torch.where(first_key == 0, torch.arange(T) + 4, torch.arange(T) - fi
 # Tiles in which few tokens are several programs.
 scan_triton.CHUNK = 8
 short_convolution_triton._STEPS, short_convolution_triton._TILES = 2, {"forward": 128, "backward": 64}
-shift_norm_triton._STEPS, shift_norm_triton._TILES = 2, {"forward": 64, "backward": 64}
+shift_norm_triton._STEPS, shift_norm_triton._TILES = 4, {"forward": 64, "backward": 64}
 
 def results(call):
     out = call(*leaves)

@@ -265,6 +265,7 @@ def test_refused_inputs_are_named(good, change, message):
 def test_kernels_of_fla_get_the_listed_configurations(monkeypatch):
     triton = pytest.importorskip("triton")
 
+    @triton.heuristics({"USE_GATE": lambda _: True})
     @triton.autotune([triton.Config({}, num_warps=n) for n in (1, 2)], key=[])
     @triton.jit
     def chunk_bwd_kernel_dv(): ...
@@ -277,7 +278,7 @@ def test_kernels_of_fla_get_the_listed_configurations(monkeypatch):
     module.tuned, module.fixed = chunk_bwd_kernel_dv, parallel_path_fwd_kernel
     monkeypatch.setitem(sys.modules, "fla.ops.some", module)
     fla_on_hopper.choose_configurations.__wrapped__()
-    assert [(c.num_warps, c.num_stages) for c in chunk_bwd_kernel_dv.configs] == [(4, 3)]
+    assert [(c.num_warps, c.num_stages) for c in chunk_bwd_kernel_dv.fn.configs] == [(4, 3)]
     values = {name: value({}) for name, value in parallel_path_fwd_kernel.values.items()}
     assert values == {"USE_GATE": True, "num_warps": 8, "num_stages": 2}
 

@@ -1,12 +1,14 @@
 """Token shift and RMS norm of heads in Triton: one kernel forward, one backward, inputs read once.
 
 Only the inputs are kept for the backward pass, which computes the rest again. The gradient of position t needs that of
-position t + 1. So each thread walks a stretch of positions from its end to its beginning, four at a time, and keeps
-what the last one leaves to the one before it. Gradients of norm weights are sums over positions: every program leaves
-its part, and the parts are added in a fixed order. So the same inputs give the same bits every time.
+position t + 1. So each thread walks a stretch of positions from its end to its beginning, two at a time, and keeps
+what the last one leaves to the one before it; the next two are loaded meanwhile. Gradients of norm weights are sums
+over positions: every program leaves its part, and the parts are added in a fixed order. So the same inputs give the
+same bits every time.
 
 A tile is one head at several positions, with 16 numbers to a thread forward and 8 backward, which has more tensors in
-registers.
+registers. Backward, a program is one warp: several would wait for each other at every position, where gradients of
+logits go from the threads that sum them to those that store them.
 
 Axes: `forgetting_transformer/ops/__init__.py`. P programs along time, of all sequences.
 """
@@ -23,9 +25,9 @@ from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.forgetting_attention.layout import FUSED, on_device_of_first, with_whole_channels
 from forgetting_transformer.ops.layers.residual_norm_triton import sum_parts
 
-# Elements of a tile, with 4 warps: 16 and 8 to a thread.
-_TILES = {"forward": 2048, "backward": 1024}
-# Backward: a stretch has four times as many positions, more where a sequence would leave more than _MAX_PARTS parts.
+# Elements of a tile: 16 and 8 to a thread.
+_TILES, _WARPS = {"forward": 2048, "backward": 256}, {"forward": 4, "backward": 1}
+# Backward: a stretch has twice as many positions, more where a sequence would leave more than _MAX_PARTS parts.
 # The same on every GPU, since the number of parts changes bits.
 _STEPS, _MAX_PARTS = 8, 256
 # One kernel for any of these: UNIT says how far loads of y are aligned, and logits are loaded one at a time.
@@ -33,46 +35,71 @@ _SIZES = ["y_batch", "y_row", "shift_batch", "shift_row", "length"]
 
 
 @triton.jit
-def _load_rows(ptr, row, stride, channel, exists, length):
-    """Rows `row` of a sequence, float32; 0 outside of it."""
-    inside = (row >= 0) & (row < length)
-    x = tl.load(ptr + row[:, None] * stride + channel[None, :], mask=inside[:, None] & exists[None, :], other=0.0)
-    return x.to(tl.float32)
+def _locate(
+    x_ptr, x_batch, x_row, y_ptr, y_batch, y_row, shift_ptr, shift_batch, shift_row, previous_ptr, begins_ptr,
+    heads, length, stretch, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """What a program of GROUPS stretches of one head reads: pointers to the first row of each, and row strides; facts
+    about rows, counted from the program's first: these first ones, the number of programs before it, the length from
+    there on, channels that exist. For contiguous outputs also these rows, counted from the first of all, and channels.
+    """
+    head, block, batch = tl.program_id(0) % heads, tl.program_id(0) // heads, tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    channel, exists = (head * WIDTH + column)[None, :], (column < WIDTH)[None, :]
+    first, row = block.to(tl.int64) * (GROUPS * stretch), tl.arange(0, GROUPS) * stretch
+    position = first + row
+    inputs = (
+        x_ptr + batch * x_batch + position[:, None] * x_row + channel, x_row,
+        y_ptr + batch * y_batch + position[:, None] * y_row + channel, y_row,
+        previous_ptr + batch * heads * WIDTH + tl.zeros_like(row)[:, None] + channel,
+        shift_ptr + batch * shift_batch + position * shift_row + head, shift_row,
+        begins_ptr + batch * length + position,
+    )  # fmt: skip
+    return inputs, (row, block, (length - first).to(tl.int32), exists), batch * length + position, channel
 
 
 @triton.jit
-def _load_before(y_ptr, row, y_row, previous_ptr, channel, exists, length, HAS_PREVIOUS: tl.constexpr):
-    """Rows `row`, of which the one before the sequence is previous."""
-    y = _load_rows(y_ptr, row, y_row, channel, exists, length)
+def _read(step, inputs, rows, SHIFT: tl.constexpr, HAS_PREVIOUS: tl.constexpr, HAS_BEGINS: tl.constexpr):
+    """x at the rows `row + step`; y at those before them; logits of the shift, and beginnings of documents.
+
+    Outside of the sequence numbers are 0, but for previous, which is y before the first row. With a negative step
+    nothing is read.
+    """
+    x_ptrs, x_row, y_ptrs, y_row, previous_ptrs, shift_ptrs, shift_row, begins_ptrs = inputs
+    start, block, length, exists = rows
+    row, offset = start + step, tl.cast(step, tl.int64)
+    inside = (row >= start) & (row < length)
+    x = tl.load(x_ptrs + offset * x_row, mask=inside[:, None] & exists, other=0.0)
+    behind = (row >= start) & (row <= length) & (row + block > 0)
+    y = tl.load(y_ptrs + (offset - 1) * y_row, mask=behind[:, None] & exists, other=0.0)
     if HAS_PREVIOUS:
-        first = (row == -1)[:, None] & exists[None, :]
-        offset = tl.zeros_like(row)[:, None] + channel[None, :]
-        y += tl.load(previous_ptr + offset, mask=first, other=0.0).to(tl.float32)
-    return y
+        first = (row >= start) & (row + block == 0)
+        y += tl.load(previous_ptrs, mask=first[:, None] & exists, other=0.0)
+    logit, begins = tl.zeros_like(row), tl.zeros_like(row)
+    if SHIFT:
+        logit = tl.load(shift_ptrs + offset * shift_row, mask=inside, other=0.0)
+    if HAS_BEGINS:
+        begins = tl.load(begins_ptrs + offset, mask=inside, other=1)
+    return x, y, logit, begins
 
 
 @triton.jit
-def _weights(shift_ptr, row, shift_row, begins_ptr, length, SHIFT: tl.constexpr, HAS_BEGINS: tl.constexpr):
+def _weights(logit, begins, HAS_BEGINS: tl.constexpr):
     """Weights of the row before and of the row itself, and the derivative of the first by its logit.
 
     The first row of a document has no row before.
     """
-    alpha = tl.zeros_like(row).to(tl.float32)
-    if SHIFT:
-        inside = (row >= 0) & (row < length)
-        alpha = tl.sigmoid(tl.load(shift_ptr + row * shift_row, mask=inside, other=0.0).to(tl.float32))
+    alpha = tl.sigmoid(logit.to(tl.float32))
     before = alpha
     if HAS_BEGINS:
-        begins = tl.load(begins_ptr + row, mask=(row >= 0) & (row < length), other=1)
         before = tl.where(begins != 0, 0.0, alpha)
     return before, 1 - alpha, alpha * (1 - alpha)
 
 
 @triton.jit
-def _blend(y_before, y, before, here):
-    """The shifted rows. A weight of 0 leaves out what may not be finite."""
-    y_before = tl.where((before == 0)[:, None], 0.0, y_before)
-    return before[:, None] * y_before + here[:, None] * y
+def _apart(x, before, HAS_BEGINS: tl.constexpr):
+    """0 for what would go from one document to another, which may not be finite."""
+    return tl.where((before == 0)[:, None], 0.0, x) if HAS_BEGINS else x
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["shift_ptr"])
@@ -88,71 +115,50 @@ def shift_norm_forward_kernel(
     1); previous `(B, H·WIDTH)`; begins `(B, T)`, integers; weight, of head h from weight_head · h on; out as y,
     contiguous.
     """
-    head, block, batch = tl.program_id(0) % heads, tl.program_id(0) // heads, tl.program_id(1).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    channel, exists = head * WIDTH + column, column < WIDTH
-    row = block.to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    y_row *= UNIT
-    y_ptr += batch * y_batch * UNIT
-    before, here, _ = _weights(
-        shift_ptr + batch * shift_batch + head, row, shift_row, begins_ptr + batch * length, length, SHIFT, HAS_BEGINS
-    )
-    z = _load_rows(y_ptr, row, y_row, channel, exists, length)
+    y_batch, y_row = y_batch.to(tl.int64) * UNIT, y_row.to(tl.int64) * UNIT
+    inputs, rows, position, channel = _locate(
+        y_ptr, y_batch, y_row, y_ptr, y_batch, y_row, shift_ptr, shift_batch, shift_row, previous_ptr, begins_ptr,
+        heads, length, 1, WIDTH, BLOCK, GROUPS,
+    )  # fmt: skip
+    row, _, length, exists = rows
+    z, y_before, logit, begins = _read(0, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
+    z = z.to(tl.float32)
     if SHIFT:
-        previous_ptr += batch * heads * WIDTH
-        y_before = _load_before(y_ptr, row - 1, y_row, previous_ptr, channel, exists, length, HAS_PREVIOUS)
-        z = _blend(y_before, z, before, here)
+        before, here, _ = _weights(logit, begins, HAS_BEGINS)
+        z = before[:, None] * _apart(y_before.to(tl.float32), before, HAS_BEGINS) + here[:, None] * z
     if NORM:
-        weight = tl.load(weight_ptr + head * weight_head + column, mask=exists, other=0.0).to(tl.float32)
-        z = z * tl.rsqrt(tl.sum(z * z, axis=1) / WIDTH + epsilon)[:, None] * weight[None, :]
-    out_ptrs = out_ptr + (batch * length + row)[:, None] * (heads * WIDTH) + channel[None, :]
-    tl.store(out_ptrs, z.to(out_ptr.dtype.element_ty), mask=(row < length)[:, None] & exists[None, :])
+        weight_ptrs = weight_ptr + tl.program_id(0) % heads * weight_head + tl.arange(0, BLOCK)[None, :]
+        weight = tl.load(weight_ptrs, mask=exists, other=0.0).to(tl.float32)
+        z = z * tl.rsqrt(tl.sum(z * z, axis=1) / WIDTH + epsilon)[:, None] * weight
+    out_ptrs = out_ptr + position[:, None] * (heads * WIDTH) + channel
+    tl.store(out_ptrs, z.to(out_ptr.dtype.element_ty), mask=(row < length)[:, None] & exists)
 
 
 @triton.jit
-def _gradient(z, d, weight, epsilon, WIDTH: tl.constexpr, NORM: tl.constexpr):
-    """Gradients of what is normalised, z, and of the weight, before their sum over rows."""
-    d_weight = d
-    if NORM:
-        scale = tl.rsqrt(tl.sum(z * z, axis=1) / WIDTH + epsilon)[:, None]
-        normal = z * scale
-        d_weight = d * normal
-        d = d * weight[None, :]
-        d = scale * (d - normal * (tl.sum(d * normal, axis=1) / WIDTH)[:, None])
-    return d, d_weight
-
-
-@triton.jit
-def _to_before(d, before, HAS_BEGINS: tl.constexpr):
-    """Gradients that d leaves to the rows before. A document leaves nothing to another, not even what is not finite."""
-    carry = before[:, None] * d
-    if HAS_BEGINS:
-        carry = tl.where((before == 0)[:, None], 0.0, carry)
-    return carry
-
-
-@triton.jit
-def _step_back(
-    y_before, y, d, carry, row, shift_ptr, shift_row, begins_ptr, weight, dy_ptr, d_shift_ptr, heads, channel,
-    exists, length, epsilon,
-    SHIFT: tl.constexpr, NORM: tl.constexpr, HAS_BEGINS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Stores the gradients at `row`; returns what they leave to the row before, and the part of the weight's."""
-    before, here, slope = _weights(shift_ptr, row, shift_row, begins_ptr, length, SHIFT, HAS_BEGINS)
+def _gradients(
+    y, given, weight, epsilon, SHIFT: tl.constexpr, NORM: tl.constexpr, HAS_BEGINS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Gradients that rows of y have from their own outputs; that the rows before them have; of logits; of the weight,
+    before their sum over rows. given: see `_read`, x is the gradient of outputs."""
+    d, y_before, logit, begins = given
+    y, d, d_before, d_logit = y.to(tl.float32), d.to(tl.float32), 0.0, 0.0
     z = y
     if SHIFT:
-        z = _blend(y_before, y, before, here)
-    d, d_weight = _gradient(z, d, weight, epsilon, WIDTH, NORM)
-    inside = row < length
-    dy = here[:, None] * d + carry
-    dy_ptrs = dy_ptr + row[:, None] * (heads * WIDTH) + channel[None, :]
-    tl.store(dy_ptrs, dy.to(dy_ptr.dtype.element_ty), mask=inside[:, None] & exists[None, :])
+        before, here, slope = _weights(logit, begins, HAS_BEGINS)
+        y_before = _apart(y_before.to(tl.float32), before, HAS_BEGINS)
+        z = before[:, None] * y_before + here[:, None] * y
+    d_weight = d
+    if NORM:
+        scale = tl.rsqrt(tl.sum(z * z, axis=1) / WIDTH + epsilon)
+        d *= scale[:, None]
+        d_weight = d * z
+        d *= weight
+        d -= z * (scale * scale * (tl.sum(d * z, axis=1) / WIDTH))[:, None]
     if SHIFT:
-        y_before = tl.where((before == 0)[:, None], 0.0, y_before)
-        d_shift = tl.sum(d * (y_before - y), axis=1) * slope
-        tl.store(d_shift_ptr + row * heads, d_shift.to(d_shift_ptr.dtype.element_ty), mask=inside)
-        carry = _to_before(d, before, HAS_BEGINS)
-    return carry, d_weight
+        d_before = _apart(before[:, None] * d, before, HAS_BEGINS)
+        d_logit = tl.sum(d * (y_before - y), axis=1) * slope
+        d = here[:, None] * d
+    return d, d_before, d_logit, d_weight
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "steps"], do_not_specialize_on_alignment=["shift_ptr"])
@@ -163,75 +169,62 @@ def shift_norm_backward_kernel(
     UNIT: tl.constexpr, SHIFT: tl.constexpr, NORM: tl.constexpr, HAS_PREVIOUS: tl.constexpr, HAS_BEGINS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of GROUPS stretches of `4 · steps` positions of one head. Grid: as of the forward kernel.
+    """Gradients of GROUPS stretches of `2 · steps` positions of one head. Grid: as of the forward kernel.
 
     Beyond its arguments: d_out as y, with its own strides; dy, d_shift and d_previous as their tensors, contiguous;
     part `(P, H·WIDTH)` float32: sums over a program's positions of the gradients of weights.
     """
-    head, block, batch = tl.program_id(0) % heads, tl.program_id(0) // heads, tl.program_id(1).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    channel, exists = head * WIDTH + column, column < WIDTH
-    start = (block.to(tl.int64) * GROUPS + tl.arange(0, GROUPS)) * (4 * steps)
-    d_out_ptr += batch * d_out_batch
-    y_row *= UNIT
-    y_ptr += batch * y_batch * UNIT
-    shift_ptr += batch * shift_batch + head
-    previous_ptr += batch * heads * WIDTH
-    begins_ptr += batch * length
-    dy_ptr += batch * length * (heads * WIDTH)
-    d_shift_ptr += batch * length * heads + head
-    weight = tl.zeros([BLOCK], tl.float32)
+    y_batch, y_row = y_batch.to(tl.int64) * UNIT, y_row.to(tl.int64) * UNIT
+    inputs, rows, position, channel = _locate(
+        d_out_ptr, d_out_batch, d_out_row, y_ptr, y_batch, y_row, shift_ptr, shift_batch, shift_row,
+        previous_ptr, begins_ptr, heads, length, 2 * steps, WIDTH, BLOCK, GROUPS,
+    )  # fmt: skip
+    row, block, length, exists = rows
+    head, width = tl.program_id(0) % heads, heads * WIDTH
+    weight = tl.zeros([1, BLOCK], tl.float32)
     if NORM:
-        weight = tl.load(weight_ptr + head * weight_head + column, mask=exists, other=0.0).to(tl.float32)
+        weight_ptrs = weight_ptr + head * weight_head + tl.arange(0, BLOCK)[None, :]
+        weight = tl.load(weight_ptrs, mask=exists, other=0.0).to(tl.float32)
+    dy_ptrs = dy_ptr + position[:, None] * width + channel
+    d_shift_ptrs = d_shift_ptr + position * heads + head
 
-    # the part that the position behind the stretch leaves to its last one
-    row = start + 4 * steps
-    carry = tl.zeros([GROUPS, BLOCK], tl.float32)
-    y_3 = _load_rows(y_ptr, row - 1, y_row, channel, exists, length)
+    # What the row behind the stretch leaves to its last one.
+    step = 2 * steps
+    given = _read(step, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
+    y, carry = given[1].to(tl.float32), tl.zeros([GROUPS, BLOCK], tl.float32)
     if SHIFT:
-        before, here, _ = _weights(shift_ptr, row, shift_row, begins_ptr, length, SHIFT, HAS_BEGINS)
-        z = _blend(y_3, _load_rows(y_ptr, row, y_row, channel, exists, length), before, here)
-        d, _ = _gradient(
-            z, _load_rows(d_out_ptr, row, d_out_row, channel, exists, length), weight, epsilon, WIDTH, NORM
-        )
-        carry = tl.where((row < length)[:, None], _to_before(d, before, HAS_BEGINS), 0.0)
+        follows = (row + step < length)[:, None] & exists
+        behind = tl.load(inputs[2] + tl.cast(step, tl.int64) * y_row, mask=follows, other=0.0)
+        _, carry, _, _ = _gradients(behind, given, weight, epsilon, SHIFT, NORM, HAS_BEGINS, WIDTH)
 
-    d_weight = tl.zeros([GROUPS, BLOCK], tl.float32)
-    for step in range(steps):
-        row = start + 4 * (steps - 1 - step)
-        y_2 = _load_rows(y_ptr, row + 2, y_row, channel, exists, length)
-        y_1 = _load_rows(y_ptr, row + 1, y_row, channel, exists, length)
-        y_0 = _load_rows(y_ptr, row, y_row, channel, exists, length)
-        y_before = _load_before(y_ptr, row - 1, y_row, previous_ptr, channel, exists, length, HAS_PREVIOUS)
-        d_3 = _load_rows(d_out_ptr, row + 3, d_out_row, channel, exists, length)
-        d_2 = _load_rows(d_out_ptr, row + 2, d_out_row, channel, exists, length)
-        d_1 = _load_rows(d_out_ptr, row + 1, d_out_row, channel, exists, length)
-        d_0 = _load_rows(d_out_ptr, row, d_out_row, channel, exists, length)
-        carry, w_3 = _step_back(
-            y_2, y_3, d_3, carry, row + 3, shift_ptr, shift_row, begins_ptr, weight, dy_ptr, d_shift_ptr,
-            heads, channel, exists, length, epsilon, SHIFT, NORM, HAS_BEGINS, WIDTH,
-        )  # fmt: skip
-        carry, w_2 = _step_back(
-            y_1, y_2, d_2, carry, row + 2, shift_ptr, shift_row, begins_ptr, weight, dy_ptr, d_shift_ptr,
-            heads, channel, exists, length, epsilon, SHIFT, NORM, HAS_BEGINS, WIDTH,
-        )  # fmt: skip
-        carry, w_1 = _step_back(
-            y_0, y_1, d_1, carry, row + 1, shift_ptr, shift_row, begins_ptr, weight, dy_ptr, d_shift_ptr,
-            heads, channel, exists, length, epsilon, SHIFT, NORM, HAS_BEGINS, WIDTH,
-        )  # fmt: skip
-        carry, w_0 = _step_back(
-            y_before, y_0, d_0, carry, row, shift_ptr, shift_row, begins_ptr, weight, dy_ptr, d_shift_ptr,
-            heads, channel, exists, length, epsilon, SHIFT, NORM, HAS_BEGINS, WIDTH,
-        )  # fmt: skip
-        d_weight += w_0 + w_1 + w_2 + w_3
-        y_3 = y_before
+    sums = tl.zeros([GROUPS, BLOCK], tl.float32)
+    late = _read(step - 1, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
+    early = _read(step - 2, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
+    for _ in range(steps):
+        step -= 2
+        later, earlier = late, early
+        late = _read(step - 1, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
+        early = _read(step - 2, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
+        for one in tl.static_range(2):
+            given = earlier if one else later
+            dy, d_before, d_logit, d_weight = _gradients(y, given, weight, epsilon, SHIFT, NORM, HAS_BEGINS, WIDTH)
+            offset = tl.cast(step + 1 - one, tl.int64)
+            inside = row + step + 1 - one < length
+            dy = (dy + carry).to(dy_ptr.dtype.element_ty)
+            tl.store(dy_ptrs + offset * width, dy, mask=inside[:, None] & exists)
+            if SHIFT:
+                d_logit = d_logit.to(d_shift_ptr.dtype.element_ty)
+                tl.store(d_shift_ptrs + offset * heads, d_logit, mask=inside)
+                carry = d_before
+            sums += d_weight
+            y = given[1].to(tl.float32)
     if HAS_PREVIOUS:
-        first = (start == 0)[:, None] & exists[None, :]
-        offset = batch * heads * WIDTH + tl.zeros_like(start)[:, None] + channel[None, :]
-        tl.store(d_previous_ptr + offset, carry.to(d_previous_ptr.dtype.element_ty), mask=first)
+        d_previous_ptrs = d_previous_ptr + tl.program_id(1) * width + tl.zeros_like(row)[:, None] + channel
+        first = (row + block == 0)[:, None] & exists
+        tl.store(d_previous_ptrs, carry.to(d_previous_ptr.dtype.element_ty), mask=first)
     if NORM:
-        part_ptr += (batch * (tl.num_programs(0) // heads) + block) * heads * WIDTH
-        tl.store(part_ptr + channel, tl.sum(d_weight, axis=0), mask=exists)
+        part_ptr += (tl.program_id(1) * (tl.num_programs(0) // heads) + block).to(tl.int64) * width
+        tl.store(part_ptr + channel, tl.sum(sums, axis=0)[None, :], mask=exists)
 
 
 def _options(
@@ -248,7 +241,7 @@ def _options(
     return {
         "UNIT": _unit(y), "SHIFT": shift is not None, "NORM": weight is not None, "HAS_PREVIOUS": previous is not None,
         "HAS_BEGINS": begins is not None, "WIDTH": width, "BLOCK": block,
-        "GROUPS": max(1, _TILES[kernel] // block), "num_warps": 4, **FUSED,
+        "GROUPS": max(1, _TILES[kernel] // block), "num_warps": _WARPS[kernel], **FUSED,
     }  # fmt: skip
 
 
@@ -332,8 +325,8 @@ def shift_and_normalise_backward(
     batch, length, width = y.shape
     dy, d_shift, d_previous, d_weight = _gradients_like(y, shift, previous, weight)
     options = _options("backward", y, shift, previous, begins, weight, heads)
-    steps = max(_STEPS, triton.cdiv(batch * length, 4 * options["GROUPS"] * _MAX_PARTS))
-    blocks = triton.cdiv(length, 4 * options["GROUPS"] * steps)
+    steps = max(_STEPS, triton.cdiv(batch * length, 2 * options["GROUPS"] * _MAX_PARTS))
+    blocks = triton.cdiv(length, 2 * options["GROUPS"] * steps)
     part = torch.empty((batch * blocks, width) if weight is not None else (0,), dtype=torch.float32, device=y.device)
     shift_norm_backward_kernel[blocks * heads, batch](
         d_out, d_out.stride(0), d_out.stride(1), *_given(y, shift, previous, begins, weight, heads),
