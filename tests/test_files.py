@@ -44,6 +44,14 @@ def test_a_broken_line_of_json_lines_is_named_by_its_number():
         list(files.parse_json_lines(b'{"a": "\xe2\x80\xa8"}\r\n\n{x\n', "a.jsonl"))
 
 
+def test_what_cannot_be_replaced_is_named_and_not_a_temporary_file(tmp_path):
+    (tmp_path / "a").mkdir()
+    for path in (tmp_path / "a", tmp_path / "absent/a"):
+        with pytest.raises(OSError) as error:
+            files.write_json(path, 1)
+        assert files.explain(error.value).startswith(f"{path}: ")
+
+
 def test_a_byte_order_mark_is_no_fault(tmp_path):
     (tmp_path / "a").write_bytes(b'\xef\xbb\xbf{"a": 1}')
     assert files.read_yaml(tmp_path / "a") == files.read_json(tmp_path / "a") == {"a": 1}

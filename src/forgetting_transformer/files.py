@@ -28,12 +28,12 @@ class UnreadableError(ValueError):
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Adds `path` to errors of the operating system that name no file, as on a full disk."""
+def naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """Names `path` in errors of the operating system that name no file, as on a full disk, or its temporary one."""
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:
+        if error.errno is not None and error.filename in (None, str(temporary)):
             error.filename = str(path)
         raise
 
@@ -63,17 +63,18 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             keep neither; a killed process always leaves a whole file.
     """
     temporary = path.parent / f".{path.name}.{os.getpid()}-{threading.get_native_id()}"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        with naming(path), os.fdopen(descriptor, "wb") as stream:
-            yield stream
-            if durable:
-                stream.flush()
-                os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with naming(path, temporary):
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                yield stream
+                if durable:
+                    stream.flush()
+                    os.fsync(stream.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     if durable and os.name != "nt":  # Windows opens no folders
         flush(path.parent)
 

@@ -45,7 +45,7 @@ def official_run(run: Path, folder: Path, step: int, numbered: bool = False) -> 
         **{name: state[name] for name in ("token_count", "batch_count", "total_time", "update_time")},
         "flop_count": 0,
         "window_loss_per_token": np.asarray(windows["loss_by_position.loss_T"]),
-        "window_seq_count": int(np.max(windows["loss_by_position.sequences"])),
+        "window_seq_count": int(windows["loss_by_position.sequences"].max()),
     }
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     file = folder / f"checkpoints/step-{step:015d}.pt"

@@ -317,7 +317,7 @@ DAMAGES = {
     "half-written": (lambda path, shard: (path / "manifest.json").unlink(), "it has no manifest.json, so part of it"),
     **{
         text: (lambda path, shard, text=text: (path / "manifest.json").write_text(text), "its manifest.json is damaged")
-        for text in ("", "[[]]", '{"format": 1, "files": [], "permanent": false}')
+        for text in ("", "[[]]", '{"format": 2, "files": [], "permanent": false}')
     },
 }
 
