@@ -138,8 +138,9 @@ def shift_norm_forward_kernel(
 def _gradients(
     y, given, weight, epsilon, SHIFT: tl.constexpr, NORM: tl.constexpr, HAS_BEGINS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Gradients that rows of y have from their own outputs; that the rows before them have; of logits; of the weight,
-    before their sum over rows. given: see `_read`, x is the gradient of outputs."""
+    """Gradients that the outputs at rows y leave to y, to the rows before, to logits and, before their sum over rows,
+    to the weight. given: results of `_read`, whose x is the gradient of these outputs.
+    """
     d, y_before, logit, begins = given
     y, d, d_before, d_logit = y.to(tl.float32), d.to(tl.float32), 0.0, 0.0
     z = y
@@ -198,18 +199,18 @@ def shift_norm_backward_kernel(
         _, carry, _, _ = _gradients(behind, given, weight, epsilon, SHIFT, NORM, HAS_BEGINS, WIDTH)
 
     sums = tl.zeros([GROUPS, BLOCK], tl.float32)
-    late = _read(step - 1, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
-    early = _read(step - 2, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
+    next_1 = _read(step - 1, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
+    next_0 = _read(step - 2, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
     for _ in range(steps):
         step -= 2
-        later, earlier = late, early
-        late = _read(step - 1, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
-        early = _read(step - 2, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
-        for one in tl.static_range(2):
-            given = earlier if one else later
+        given_1, given_0 = next_1, next_0
+        next_1 = _read(step - 1, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
+        next_0 = _read(step - 2, inputs, rows, SHIFT, HAS_PREVIOUS, HAS_BEGINS)
+        for place in tl.static_range(1, -1, -1):
+            given = given_1 if place else given_0
             dy, d_before, d_logit, d_weight = _gradients(y, given, weight, epsilon, SHIFT, NORM, HAS_BEGINS, WIDTH)
-            offset = tl.cast(step + 1 - one, tl.int64)
-            inside = row + step + 1 - one < length
+            offset = tl.cast(step + place, tl.int64)
+            inside = row + step + place < length
             dy = (dy + carry).to(dy_ptr.dtype.element_ty)
             tl.store(dy_ptrs + offset * width, dy, mask=inside[:, None] & exists)
             if SHIFT:
