@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 from omegaconf import OmegaConf
@@ -110,6 +110,29 @@ def test_a_key_of_a_type_that_no_config_holds_is_named_with_its_class(config, hi
     CALLBACKS.register("typed", config=keys)(lambda *_: None)
     with pytest.raises(ConfigError, match=rf"^callbacks\.typed: {__name__}.Keys: {message}"):
         parsed(config, callbacks__typed={"mine": 1})
+
+
+@dataclasses.dataclass
+class Node:
+    shared: ClassVar[tuple[int, int]] = (1, 2)
+    size: int = 1
+    child: "Node | None" = None
+
+
+@dataclasses.dataclass
+class Broken:
+    size: "Missing"  # noqa: F821
+
+
+def test_a_key_may_be_a_dataclass_that_holds_itself(config):
+    keys = dataclasses.make_dataclass("Keys", [("mine", Node)])
+    CALLBACKS.register("tree", config=keys)(lambda *_: None)
+    found = parsed(config, callbacks__tree={"mine": {"size": 2, "child": {"size": 3}}})
+    assert found.callbacks.tree.mine.child.size == 3
+    keys = dataclasses.make_dataclass("Keys", [("mine", Broken)])
+    CALLBACKS.register("broken", config=keys)(lambda *_: None)
+    with pytest.raises(ConfigError, match=r"the types of its keys cannot be read .NameError: name 'Missing'"):
+        parsed(config, callbacks__broken={"mine": {"size": 2}})
 
 
 def test_keys_of_components_forbid_a_changed_resume_unless_they_are_free(config):

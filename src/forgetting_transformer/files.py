@@ -33,7 +33,7 @@ def naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename in (None, str(temporary)):
+        if error.errno is not None and error.filename in (None, temporary and str(temporary)):
             error.filename = str(path)
         raise
 

@@ -132,7 +132,9 @@ def test_long_work_of_one_rank_alone_is_refused_with_the_reason(tiny):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("state", [{"count": 3}, None, {"count": torch.ones(2).to_sparse()}])
+@pytest.mark.parametrize(
+    "state", [{"count": 3}, None, {"count": torch.ones(2).to_sparse()}, {"count": torch.ones(2).to(torch.complex128)}]
+)
 def test_a_state_that_no_checkpoint_holds_is_refused_with_its_name(state):
     class Odd(Callback):
         name = "odd"

@@ -177,19 +177,20 @@ class Callbacks:
         """Small states for the checkpoint: `<callback>.<key>`.
 
         Raises:
-            TrainingError: a callback's state is not a dictionary of tensors that are whole and dense.
+            TrainingError: a callback's state is not a dictionary of tensors that a checkpoint can hold.
         """
-        import torch
+        from forgetting_transformer.training.checkpoint.folder import pack
 
-        kinds = (torch.Tensor, torch.nn.Parameter)  # no shards, as of FSDP
         found: dict[str, Tensor] = {}
         for callback in self._callbacks:
             state = callback.state()
-            if not isinstance(state, dict) or not all(type(x) in kinds and not x.is_sparse for x in state.values()):
+            try:
+                pack(state)
+            except Exception as error:  # of what a state may hold instead, each fails in its own way
                 raise TrainingError(
                     f"callbacks.{callback.name}: state() gave {state!r}; it must give a dictionary of whole, dense "
-                    "tensors, as in {'steps': torch.tensor(3)}"
-                )
+                    f"tensors, as in {{'steps': torch.tensor(3)}} ({type(error).__name__}: {error})"
+                ) from error
             found |= {f"{callback.name}.{key}": value for key, value in state.items()}
         return found
 

@@ -27,14 +27,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, reason_of
+from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, pack, reason_of
 from forgetting_transformer.training.checkpoint.reading import load_training
 from forgetting_transformer.training.checkpoint.writing import Writer, tensors_of
 
@@ -114,8 +113,7 @@ class Checkpointer:
         mine = self._writer.divide(tensors)
         if self.background:
             mine = self._copied(mine)
-        whole = torch.contiguous_format
-        small = safetensors.torch.save({n: t.detach().clone(memory_format=whole) for n, t in callback_state.items()})
+        small = pack(callback_state)
         copy_seconds = time.perf_counter() - started
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 

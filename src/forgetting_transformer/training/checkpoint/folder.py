@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import safetensors.torch
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -48,6 +49,14 @@ class Checkpoint:
 
     def callback_state(self) -> dict[str, Tensor]:
         return safetensors.torch.load((self.path / CALLBACK_STATE).read_bytes())
+
+
+def pack(callback_state: dict[str, Tensor]) -> bytes:
+    """Contents of the file that `Checkpoint.callback_state` reads. Tensors that it cannot hold raise various errors."""
+    whole = torch.contiguous_format
+    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in callback_state.values()):
+        raise TypeError("not all are tensors, or one is a rank's part of a tensor")
+    return safetensors.torch.save({n: x.detach().clone(memory_format=whole) for n, x in callback_state.items()})
 
 
 def newest_valid(folder: Path, step: int | None = None) -> Checkpoint | None:

@@ -157,26 +157,33 @@ def _check_types(where: str, keys: type) -> None:
     """Raises ConfigError where a key of a component has a type that no file can give back, as a resume needs."""
     try:
         hints = typing.get_type_hints(keys)
+        wrong = [key.name for key in dataclasses.fields(keys) if not _is_plain(hints[key.name])]
     except Exception as error:  # an annotation is code of a plug-in
         raise ConfigError(f"{where}: the types of its keys cannot be read ({type(error).__name__}: {error})") from error
-    for key in dataclasses.fields(keys):
-        if not _is_plain(hints[key.name]):
-            raise ConfigError(
-                f"{where}: {key.name} has the type {hints[key.name]}, which no YAML file has; use bool, int, float, "
-                "str, list[…], dict[str, …], Literal[…] or a dataclass of these, perhaps | None"
-            )
+    for name in wrong:
+        raise ConfigError(
+            f"{where}: {name} has the type {hints[name]}, which no YAML file has; use bool, int, float, str, list[…], "
+            "dict[str, …], Literal[…] or a dataclass of these, perhaps | None"
+        )
 
 
-def _is_plain(hint: Any) -> bool:
-    """Whether YAML and JSON have values of a type, without a change such as that of a tuple into a list."""
+def _is_plain(hint: Any, around: tuple[Any, ...] = ()) -> bool:
+    """Whether YAML and JSON have values of a type, without a change such as that of a tuple into a list.
+
+    Args:
+        around: dataclasses that the type is a part of, which may be of that type again.
+    """
     kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if hint in around:
+        return True
     if dataclasses.is_dataclass(hint):
-        parts = tuple(typing.get_type_hints(hint).values())
+        hints, around = typing.get_type_hints(hint), (*around, hint)
+        parts = tuple(hints[item.name] for item in dataclasses.fields(hint))
     elif kind is typing.Literal:
         parts = tuple(map(type, parts))
     elif kind not in (bool, int, float, str, list, dict, types.NoneType, types.UnionType, typing.Union, typing.Any):
         return False
-    return all(map(_is_plain, parts))
+    return all(_is_plain(part, around) for part in parts)
 
 
 def keys_of(kind: Any, prefix: str = "") -> dict[str, Key]:
