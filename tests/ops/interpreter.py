@@ -79,9 +79,9 @@ def patch_once(function, patch=interpreter._patch_lang):
 
 interpreter._patch_lang = patch_once
 
-# Half of the remaining time: each sum of 32 bits is computed in 64 too, for an assertion that only debug mode makes; a
-# table of all types is built for each lookup; each tensor gets a type object of its own. Wrapped offsets are found by
-# `test_layouts_of_inputs.py`.
+# Without the next lines a snippet takes twice as long. The interpreter computes each 32-bit sum in 64 bits too, for an
+# assertion that only debug mode makes; `test_layouts_of_inputs.py` finds offsets that wrap. It also builds a table of
+# all types at each lookup, and a new type object for each tensor.
 builder = interpreter.interpreter_builder
 builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 

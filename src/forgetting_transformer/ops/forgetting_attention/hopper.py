@@ -284,8 +284,8 @@ def _attend(
     acc = acc * gl.convert_layout(1.0 / sums, _rows_of(HEAD_DIM))[:, None]
     if first_row >= 0:
         _store(out, out_row, first_row, acc, HEAD_DIM)
-        # From the bias as summed to the tile's reference, which is the end of its own stretch, to the bias as summed to
-        # each query.
+        # Until here biases are sums up to the tile's reference, the end of its own stretch. Log-normalisers have sums
+        # up to each query.
         value = (maximum + gl.log2(sums) - gl.load(suffix + position)) * 0.6931471805599453
         if HAS_FIRST:
             value = gl.where(sees_nothing, float("-inf"), value)

@@ -39,9 +39,13 @@ def _locate(
     x_ptr, x_batch, x_row, y_ptr, y_batch, y_row, shift_ptr, shift_batch, shift_row, previous_ptr, begins_ptr,
     heads, length, stretch, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """What a program of GROUPS stretches of one head reads: pointers to the first row of each, and row strides; facts
-    about rows, counted from the program's first: these first ones, the number of programs before it, the length from
-    there on, channels that exist. For contiguous outputs also these rows, counted from the first of all, and channels.
+    """Places of a program, which has GROUPS stretches of one head.
+
+    Returns:
+        Pointers to the first row of each stretch in each input, with the inputs' row strides.
+        Facts about rows, which are counted from the program's first: the first row of each stretch, the number of
+        programs before this one, the rows up to the end of the sequence, and which channels exist.
+        The first row of each stretch in a contiguous tensor of all sequences, and the channels.
     """
     head, block, batch = tl.program_id(0) % heads, tl.program_id(0) // heads, tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)

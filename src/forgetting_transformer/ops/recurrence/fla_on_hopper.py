@@ -88,10 +88,10 @@ def choose_configurations() -> None:
     modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("fla.ops.")]
     for module in modules:
         for kernel in vars(module).values():
-            name = getattr(getattr(kernel, "fn", None), "__name__", None)  # an Autotuner has none
-            if isinstance(kernel, Heuristics) and name in _LAUNCHES:
+            # Where a heuristic holds an Autotuner, that has no name.
+            if isinstance(kernel, Heuristics) and (launch := _LAUNCHES.get(getattr(kernel.fn, "__name__", ""))):
+                warps, stages = launch
                 # What a heuristic returns takes precedence over the call.
-                warps, stages = _LAUNCHES[name]
                 values = {"num_warps": lambda _, n=warps: n, "num_stages": lambda _, n=stages: n}
                 kernel.values = {**kernel.values, **values}
             while hasattr(kernel, "fn") and not isinstance(kernel, Autotuner):

@@ -185,11 +185,13 @@ class Callbacks:
         for callback in self._callbacks:
             state = callback.state()
             try:
-                pack(state)
+                # An empty part of a tensor shows whether a checkpoint can hold it; a save then copies it once.
+                pack({key: value.flatten()[:0] for key, value in state.items()})
             except Exception as error:  # of what a state may hold instead, each fails in its own way
+                reason = str(error).partition("\n")[0]
                 raise TrainingError(
                     f"callbacks.{callback.name}: state() gave {state!r}; it must give a dictionary of whole, dense "
-                    f"tensors, as in {{'steps': torch.tensor(3)}} ({type(error).__name__}: {error})"
+                    f"tensors, as in {{'steps': torch.tensor(3)}} ({type(error).__name__}: {reason})"
                 ) from error
             found |= {f"{callback.name}.{key}": value for key, value in state.items()}
         return found

@@ -160,10 +160,10 @@ def _check_types(where: str, keys: type) -> None:
         wrong = [key.name for key in dataclasses.fields(keys) if not _is_plain(hints[key.name])]
     except Exception as error:  # an annotation is code of a plug-in
         raise ConfigError(f"{where}: the types of its keys cannot be read ({type(error).__name__}: {error})") from error
-    for name in wrong:
+    if wrong:
         raise ConfigError(
-            f"{where}: {name} has the type {hints[name]}, which no YAML file has; use bool, int, float, str, list[…], "
-            "dict[str, …], Literal[…] or a dataclass of these, perhaps | None"
+            f"{where}: {wrong[0]} has the type {hints[wrong[0]]}, which no YAML file has; use bool, int, float, str, "
+            "list[…], dict[str, …], Literal[…] or a dataclass of these, perhaps | None"
         )
 
 
