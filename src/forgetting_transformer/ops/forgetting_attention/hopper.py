@@ -16,9 +16,11 @@ Row vectors that vary along a tile's columns come through shared memory too, for
 each. The loading warp also subtracts running sums in float64, which would wait for products in the other warps.
 Gradients are in `hopper_backward.py`.
 
-Three things about the assembler that no result shows, only its log and its machine code:
-- It moves arithmetic across waits for products, not across branches. Before such a wait stands a wait for a barrier
-  that was passed long ago, for the sake of its branch.
+What no result shows, only the assembler's log and its machine code:
+- A warpgroup that arrives at a barrier is synchronised before, and again before it next uses shared memory. So there
+  are few barriers, and warpgroups arrive where their warps have just waited for a product.
+- It moves arithmetic across waits for products, not across branches. Before such a wait stands a branch that is never
+  taken, or a wait for a barrier that was passed long ago, which branches too: whichever was faster.
 - It keeps addresses that it knows in registers, dozens of them: `hopper_backward.py` hides one.
 - Accumulators that are zeroed beside a product in flight make it run all products one by one. First tiles are therefore
   apart: their product does not add to accumulators but sets them.
@@ -142,9 +144,22 @@ def _weights_operand(weight, dtype: gl.constexpr, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
+def _branch(number):
+    """The number, which must not be negative, behind a branch that is never taken."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; again: setp.lt.s32 p, $1, 0; @p bra again; mov.b32 $0, $1; }",
+        "=r,r",
+        [number],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _attend_span(
     acc, maximum, total, weight, stage, phase, turn,
-    q_tile, k_tiles, v_tiles, biases, offsets, k_ready, v_ready, k_free, v_free, turns, which, first_key,
+    q_tile, k_tiles, v_tiles, biases, offsets, k_ready, v_ready, free, turns, which, first_key,
     last_tile, first_tile, scale,
     W: gl.constexpr, WARPGROUPS: gl.constexpr, MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -162,7 +177,8 @@ def _attend_span(
         score = _scores(q_tile, k_tiles.index(stage), N)
         mbarrier.wait(v_ready.index(old), old_phase)
         acc = warpgroup_mma(p, v_tiles.index(old), acc, is_async=True)
-        mbarrier.arrive(turns.index((W + 1) % WARPGROUPS), count=1)
+        if WARPGROUPS == 2:  # three are faster when the next one starts later
+            mbarrier.arrive(turns.index((W + 1) % WARPGROUPS), count=1)
         turn ^= 1
         score = warpgroup_mma_wait(1, deps=[score])
         score = score * scale + biases.index(stage).load(_columns_of(N))[None, :]
@@ -170,29 +186,32 @@ def _attend_span(
             key = tile * N + gl.arange(0, N, _columns_of(N))
             score = gl.where(key[None, :] >= first_key[:, None], score, float("-inf"))
         offset = offsets.index(stage * (WARPGROUPS - 1) + which).load(_rows_of(N))
-        mbarrier.arrive(k_free.index(stage), count=1)
+        if WARPGROUPS == 3:
+            mbarrier.arrive(turns.index((W + 1) % WARPGROUPS), count=1)
         new_maximum = gl.maximum(maximum, _row_maxima(score, N) + offset)
         rescale = gl.exp2(maximum - new_maximum)
         weight = gl.exp2(score - (new_maximum - offset)[:, None])
         total = total * gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout))[:, None]
         total += _partial_row_sums(weight, N)
         maximum = new_maximum
-        mbarrier.wait(v_ready.index(old), old_phase)  # for its branch
+        if WARPGROUPS == 2:
+            mbarrier.wait(v_ready.index(old), old_phase)  # for its branch
+        else:
+            stage = _branch(stage)
         acc, weight = warpgroup_mma_wait(0, deps=[acc, weight])
         if WARPGROUPS == 3:  # where the weights of the tile before were, which the product has read
             weight = _weights_operand(weight, k_tiles.dtype, HEAD_DIM)
-        mbarrier.arrive(v_free.index(old), count=1)
+        mbarrier.arrive(free.index(stage), count=1)  # the place of these keys, and of the values before
         acc = acc * gl.convert_layout(rescale, _rows_of(HEAD_DIM))[:, None]
     return acc, maximum, total, weight, stage, phase, turn
 
 
 @gluon.jit
-def _pass_tile(stage, turn, k_free, v_free, turns, W: gl.constexpr, WARPGROUPS: gl.constexpr):
+def _pass_tile(stage, turn, free, turns, W: gl.constexpr, WARPGROUPS: gl.constexpr):
     """Leave a tile and a turn to the other warpgroups."""
     mbarrier.wait(turns.index(W), turn)
     mbarrier.arrive(turns.index((W + 1) % WARPGROUPS), count=1)
-    mbarrier.arrive(k_free.index(stage), count=1)
-    mbarrier.arrive(v_free.index(stage), count=1)
+    mbarrier.arrive(free.index(stage), count=1)
 
 
 @gluon.jit
@@ -206,7 +225,7 @@ def _attend(
     turns at starting products, so that one exponentiates while the products of another run.
     """
     (
-        q_tiles, k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, k_free, v_free, turns,
+        q_tiles, k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, free, turns,
         suffix, first_stretches, first_keys, start_m, before, last_tile, first_full, first_tile, scale, out, out_row,
         log_normaliser,
     ) = shared  # fmt: skip
@@ -226,7 +245,7 @@ def _attend(
         own_first = gl.minimum(gl.maximum(own_first, first_tile), own_last)
         which = (first_row + before + _STRETCH) // _STRETCH - (start_m + before + _STRETCH) // _STRETCH
         if own_last < last_tile:
-            _pass_tile(0, 0, k_free, v_free, turns, W, WARPGROUPS)
+            _pass_tile(0, 0, free, turns, W, WARPGROUPS)
             stage, turn = 1, 1
     mbarrier.wait(q_ready.index(0), 0)
     mbarrier.wait(k_ready.index(stage), 0)
@@ -243,7 +262,7 @@ def _attend(
     score = gl.where(seen, score, float("-inf"))
     # Biases within a stretch of keys; from its end to the reference, it is the same for all of them.
     offset = offsets.index(stage * (WARPGROUPS - 1) + which).load(_rows_of(N))
-    mbarrier.arrive(k_free.index(stage), count=1)
+    mbarrier.arrive(free.index(stage), count=1)
     maximum = _row_maxima(score, N) + offset
     if HAS_FIRST:  # a query may see nothing
         maximum = gl.maximum(maximum, -1e30)
@@ -255,13 +274,13 @@ def _attend(
     first_full = gl.maximum(first_full, own_first)
     acc, maximum, total, weight, stage, phase, turn = _attend_span(
         acc, maximum, total, weight, stage, phase, turn,
-        q_tile, k_tiles, v_tiles, biases, offsets, k_ready, v_ready, k_free, v_free, turns, which, first_key,
+        q_tile, k_tiles, v_tiles, biases, offsets, k_ready, v_ready, free, turns, which, first_key,
         own_last - 1, first_full, scale, W, WARPGROUPS, False, HEAD_DIM, N, STAGES,
     )  # fmt: skip
     if HAS_FIRST:
         acc, maximum, total, weight, stage, phase, turn = _attend_span(
             acc, maximum, total, weight, stage, phase, turn,
-            q_tile, k_tiles, v_tiles, biases, offsets, k_ready, v_ready, k_free, v_free, turns, which, first_key,
+            q_tile, k_tiles, v_tiles, biases, offsets, k_ready, v_ready, free, turns, which, first_key,
             gl.minimum(first_full, own_last) - 1, own_first, scale, W, WARPGROUPS, True, HEAD_DIM, N, STAGES,
         )  # fmt: skip
 
@@ -270,12 +289,10 @@ def _attend(
     mbarrier.wait(v_ready.index(stage), phase)
     acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weight, v_tiles.index(stage), acc, is_async=True)])
     if WARPGROUPS == 3:
-        mbarrier.arrive(v_free.index(stage), count=1)
         for _ in range(first_tile, own_first):
             stage, phase = _next_stage(stage, phase, STAGES)
-            mbarrier.wait(k_ready.index(stage), phase)
-            mbarrier.wait(v_ready.index(stage), phase)  # else the tile before in its place might be freed twice
-            _pass_tile(stage, turn, k_free, v_free, turns, W, WARPGROUPS)
+            mbarrier.wait(k_ready.index(stage), phase)  # else the tile before in its place might be freed twice
+            _pass_tile(stage, turn, free, turns, W, WARPGROUPS)
             turn ^= 1
     sums = gl.convert_layout(gl.sum(total, 1), _rows_of(N))
     sees_nothing = sums == 0.0
@@ -298,7 +315,7 @@ def _load_for_forward(
 ):  # fmt: skip
     """The warp of `forward_kernel` that loads. It also takes differences of float64 sums: tensor cores would wait."""
     (
-        q_tiles, k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, k_free, v_free, turns,
+        q_tiles, k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, free, turns,
         _, _, _, start_m, _, last_tile, _, first_tile, _, _, _, _,
     ) = shared  # fmt: skip
     q, q_row, q_column, k, k_row, k_column, v, v_row, v_column, suffix, suffix_start, running, references = inputs
@@ -309,19 +326,23 @@ def _load_for_forward(
         _load_tile(q, [q_row + w * _ROWS, q_column], q_ready.index(0), q_tiles.index(w))
     reference = gl.load(references + gl.maximum(start_m, 0) // _STRETCH)
     last_reference = gl.load(references + (start_m + WARPGROUPS * _ROWS - 1) // _STRETCH)
-    stage, phase = 0, 0
+    stage, phase, old = 0, 0, 0
     for tile in range(last_tile, first_tile - 1, -1):
         end = gl.load(running + tile * N // _STRETCH + 1)
-        mbarrier.wait(k_free.index(stage), phase ^ 1)
+        mbarrier.wait(free.index(stage), phase ^ 1)
         offsets.index(stage * (WARPGROUPS - 1)).store(nothing + (reference - end).to(gl.float32))
         if WARPGROUPS == 3:
             offsets.index(stage * 2 + 1).store(nothing + (last_reference - end).to(gl.float32))
         _barrier()
         _start_load(k, k_row + tile * N, k_column, suffix, suffix_start + tile * N, k_tiles, biases, k_ready, stage)
-        mbarrier.wait(v_free.index(stage), phase ^ 1)
-        mbarrier.expect(v_ready.index(stage), v.block_type.nbytes)
-        _load_tile(v, [v_row + tile * N, v_column], v_ready.index(stage), v_tiles.index(stage))
+        if tile < last_tile:
+            mbarrier.expect(v_ready.index(old), v.block_type.nbytes)
+            _load_tile(v, [v_row + (tile + 1) * N, v_column], v_ready.index(old), v_tiles.index(old))
+        old = stage
         stage, phase = _next_stage(stage, phase, STAGES)
+    mbarrier.wait(free.index(stage), phase ^ 1)
+    mbarrier.expect(v_ready.index(old), v.block_type.nbytes)
+    _load_tile(v, [v_row + first_tile * N, v_column], v_ready.index(old), v_tiles.index(old))
 
 
 @gluon.jit
@@ -365,10 +386,9 @@ def forward_kernel(
     biases = gl.allocate_shared_memory(gl.float32, [STAGES, N], suffix_vector.layout)
     offsets = gl.allocate_shared_memory(gl.float32, [STAGES * (WARPGROUPS - 1), _ROWS], suffix_vector.layout)
     q_ready, k_ready, v_ready = _barriers(1, 1), _barriers(STAGES, 1), _barriers(STAGES, 1)
-    k_free, v_free = _barriers(STAGES, WARPGROUPS), _barriers(STAGES, WARPGROUPS)
-    turns = _barriers(WARPGROUPS, 1)
+    free, turns = _barriers(STAGES, WARPGROUPS), _barriers(WARPGROUPS, 1)
     shared = (
-        q_tiles, k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, k_free, v_free, turns,
+        q_tiles, k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, free, turns,
         suffix, first_stretches, first_keys, start_m, before, last_tile, first_full, first_tile, scale, out, out_2,
         log_normaliser,
     )  # fmt: skip

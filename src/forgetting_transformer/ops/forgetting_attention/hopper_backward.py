@@ -14,7 +14,8 @@ programs add to the same rows, and sums must have the same bits every time, so p
 
 Roles in a program: two warpgroups of 64 keys each compute, one warp loads, one warp adds to memory in turn, and two
 warps sum the gradients of scores of each query. These sums, and those of each key, are of the same rounded numbers:
-`decay.gate_gradient_kernel` says why. All are products with ones on the tensor cores: additions would take longer.
+`decay.gate_gradient_kernel` says why. The warpgroups sum those of keys as products with ones: additions would take
+longer.
 
     a warpgroup, for a tile of M queries:
     Sᵀ = K Qᵀ, dPᵀ = V dOᵀ → Pᵀ → dV += Pᵀ dO, dSᵀ → dK += dSᵀ Q, and half of dQ = dS K of the tile before
@@ -49,6 +50,7 @@ from forgetting_transformer.ops.forgetting_attention.hopper import (
     _STRETCH,
     _accumulators,
     _barriers,
+    _branch,
     _columns_of,
     _left_operand,
     _load_tile,
@@ -185,7 +187,10 @@ def _step(
         if HAS_FIRST:
             seen = seen & ((m + column)[None, :] < limit[:, None])
         weight_T = gl.where(seen, weight_T, 0.0)
-    mbarrier.wait(d_out_ready.index(stage), phase)  # for its branch
+    if M == 128:
+        zero = _branch(zero)
+    else:
+        mbarrier.wait(d_out_ready.index(stage), phase)  # for its branch
     d_weight_T, weight_T = warpgroup_mma_wait(0, deps=[d_weight_T, weight_T])
     delta = deltas.index(stage).load(_columns_of(M))
     d_score_T = _rounded(weight_T * (d_weight_T - delta[None, :]), q_tiles.dtype)
@@ -314,19 +319,31 @@ def _sum_rows(
     d_score_tiles, d_score_ready, d_score_free, row_sum_tile, row_sum_ready, row_sum_free, start, end,
     M: gl.constexpr,
 ):  # fmt: skip
-    """Two warps: sums of the gradients of scores of each query over the program's keys."""
+    """Two warps: sums of the gradients of scores of each query over the program's keys.
+
+    Products with ones wait for the products of the warpgroups. That is slower than additions in tiles of 128 queries,
+    and faster in tiles of 64, which come twice as often.
+    """
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 1], instr_shape=[16, 8])
     ones = gl.full([16, 8], 1.0, d_score_tiles.dtype, gl.DotOperandLayout(1, sums, 2))
+    # Four keys in each of a warp's reads, and in each thread's eight queries, 16 bytes.
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 2], [1, 0])
     stage, phase = 0, 0
     for _ in range(start, end, M):
         mbarrier.wait(d_score_ready.index(stage), phase)
         d_score_T = d_score_tiles.index(stage)
-        total = gl.zeros([M, 8], gl.float32, sums)
-        for i in gl.static_range(8):
-            d_score = d_score_T.slice(16 * i, 16).permute((1, 0)).load(gl.DotOperandLayout(0, sums, 2))
-            total = mma_v2(d_score, ones, total)
+        if M == 128:
+            total = gl.sum(gl.reshape(d_score_T.slice(0, 16).load(rows).to(gl.float32), [4, 4, M]), 0)
+            for i in gl.static_range(1, 8):
+                d_score = d_score_T.slice(16 * i, 16).load(rows).to(gl.float32)
+                total += gl.sum(gl.reshape(d_score, [4, 4, M]), 0)
+        else:
+            total = gl.zeros([M, 8], gl.float32, sums)
+            for i in gl.static_range(8):
+                d_score = d_score_T.slice(16 * i, 16).permute((1, 0)).load(gl.DotOperandLayout(0, sums, 2))
+                total = mma_v2(d_score, ones, total)
         mbarrier.arrive(d_score_free.index(stage), count=1)
-        row_sum = gl.max(total, 1)
+        row_sum = gl.sum(total, 0) if M == 128 else gl.max(total, 1)
         mbarrier.wait(row_sum_free.index(0), stage ^ 1)
         row_sum_tile.store(row_sum)
         fence_async_shared()
