@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.train import keep_compiled_code
 from forgetting_transformer.training import Config, ConfigError, parse, setup
 from forgetting_transformer.training.execution import choice as execution
-from forgetting_transformer.training.execution import compilation
+from forgetting_transformer.training.execution import compilation, compiler, hardware
 from forgetting_transformer.training.execution.choice import Execution
 from forgetting_transformer.training.execution.compilation import Compilation
 from forgetting_transformer.training.parallel.sharding import shard, units
@@ -252,6 +253,46 @@ def test_compiled_code_is_kept_in_the_users_cache_unless_the_user_says_where(mon
     keep_compiled_code()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/forgetting_transformer/inductor"
     assert os.environ["TRITON_CACHE_DIR"] == "mine"
+
+
+# The start of the compiler
+
+
+def test_a_run_that_may_compile_for_a_gpu_begins_to_hash_the_compiler_beside_its_imports(tiny, monkeypatch):
+    monkeypatch.setattr(compiler, "_hashing", [])
+    for device, compiles, begins in (("cpu", "auto", False), ("cuda", False, False), ("cuda", "auto", True)):
+        monkeypatch.setattr(hardware, "expected_device", lambda _, device=device: torch.device(device))
+        compiler.hash_beside_imports(parse(OmegaConf.create(changed(tiny, train__compile=compiles))))
+        assert bool(compiler._hashing) == begins
+    for thread in compiler._hashing:
+        thread.join()
+
+
+def test_processes_that_compile_start_after_the_only_hash(monkeypatch):
+    events = []
+    monkeypatch.setattr(compiler, "_hashing", [])
+    monkeypatch.setattr("torch._inductor.codecache.torch_key", lambda: (time.sleep(0.2), events.append("torch")))
+    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: events.append("processes"))
+    compiler._start_hashing()
+    threads = compiler.start()
+    assert len(threads) == 3
+    for thread in threads:
+        thread.join()
+    assert events == ["torch", "processes"]
+
+
+def test_a_compiler_that_cannot_start_early_is_left_to_the_first_step(monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG, "forgetting_transformer")
+    monkeypatch.setattr(compiler, "_hashing", [])
+
+    def broken():
+        raise RuntimeError("no files")
+
+    monkeypatch.setattr("torch._inductor.codecache.torch_key", broken)
+    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", broken)
+    for thread in compiler.start():
+        thread.join()
+    assert "the compiler did not start early: no files" in caplog.text
 
 
 # Compiling for the first step while kernels are tested: what that step finds, and what must not stay.

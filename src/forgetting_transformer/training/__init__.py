@@ -12,6 +12,7 @@ export/                   exports, checkpoints of the authors' code, forget gate
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.config.checks import check
 from forgetting_transformer.training.config.parsing import parse
+from forgetting_transformer.training.execution.compiler import hash_beside_imports
 
 __all__ = ["Config", "ConfigError", "check", "parse", "run"]
 
@@ -23,6 +24,7 @@ def run(config: Config) -> str:
         "done", or "preempted" if a signal stopped training; then the same config continues it.
     """
     # PyTorch is loaded here: a mistake in a config is reported before that.
+    hash_beside_imports(config)
     if config.preflight:
         from forgetting_transformer.training.execution.preflight import preflight
 

@@ -37,6 +37,7 @@ from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import as_recorded
 from forgetting_transformer.training.execution.choice import choose as choose_execution
 from forgetting_transformer.training.execution.compilation import Compilation
+from forgetting_transformer.training.execution.hardware import expected_device
 from forgetting_transformer.training.faults.corruption import are_copies
 from forgetting_transformer.training.faults.failures import Supervisor
 from forgetting_transformer.training.faults.step_guard import StepGuard
@@ -44,7 +45,7 @@ from forgetting_transformer.training.faults.stop import Stop, Vote
 from forgetting_transformer.training.feed import batches
 from forgetting_transformer.training.optimization.building import build_optimizer, undecayed_parameters
 from forgetting_transformer.training.optimization.schedule import build_schedule
-from forgetting_transformer.training.parallel.launch import expected_device, expected_world_size
+from forgetting_transformer.training.parallel.launch import expected_world_size
 from forgetting_transformer.training.parallel.ranks import Ranks
 from forgetting_transformer.training.records.descriptions import describe, open_metrics, start_block
 from forgetting_transformer.training.records.loss_by_position import StepLosses

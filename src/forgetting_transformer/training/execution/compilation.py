@@ -1,4 +1,4 @@
-"""torch.compile in a training run: its settings, warnings about uncompiled code, and early compilation.
+"""torch.compile in a training run: warnings about uncompiled code, and early compilation.
 
 torch.compile works when a block is first called, and blocks of a kind share one compilation. So a block of each kind,
 and the loss, are called once on made-up tokens of the run's shapes, on a thread, while kernels are tested and weights
@@ -7,13 +7,10 @@ not.
 """
 
 import contextlib
-import contextvars
 import copy
-import importlib
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,15 +21,9 @@ from torch import nn
 from forgetting_transformer.ops import backends
 from forgetting_transformer.ops.selftest import find_backend
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.execution import graphs
+from forgetting_transformer.training.execution import compiler, graphs
 
 log = logging.getLogger(__name__)
-
-#: Versions of one function that are compiled before torch.compile gives up on it: kinds of blocks x shapes x (training,
-#: evaluation). PyTorch's own limit, 8, is reached by two kinds of blocks and three lengths.
-_MAX_VERSIONS = 64
-#: Most processes that compile kernels for one rank, TorchInductor's own limit.
-_MAX_WORKERS = 32
 
 
 class Compilation:
@@ -51,9 +42,9 @@ class Compilation:
         self._starting: list[threading.Thread] = []
         on_cuda = device.type == "cuda"
         if config.train.compile is True or (config.train.compile == "auto" and on_cuda):
-            _configure(world_size)
+            compiler.configure(world_size)
             if on_cuda:
-                self._starting = [_start_thread(_start_compiler), _start_thread(_hash_triton)]
+                self._starting = compiler.start()
 
     def compile(self, model: Any) -> None:
         """Compile blocks and loss of the model, as the strategy left it, at their first call; None: nothing."""
@@ -87,47 +78,6 @@ class Compilation:
                         log.warning("a part of the model runs uncompiled, which is slower: %s", what)
 
 
-def _start_thread(action: Callable[..., None], *arguments: Any) -> threading.Thread:
-    """Starts a thread, which takes PyTorch's settings over: they belong to a thread."""
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(action, *arguments), daemon=True)
-    thread.start()
-    return thread
-
-
-def _configure(world_size: int) -> None:
-    import torch._dynamo
-    import torch._functorch.config
-    import torch._inductor.config
-
-    torch._dynamo.config.recompile_limit = _MAX_VERSIONS
-    # Else the next start traces forward and backward of each block again: `split_columns` is such a function.
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    # Else it times tilings of sums and padded products, and what wins decides about the last bits. Caches would hide it
-    # until a resume finds them empty.
-    torch._inductor.config.deterministic = True
-    # It would cut a block into pieces as large as DDP's buckets, for sums over ranks to begin before the block ends.
-    torch._dynamo.config.optimize_ddp = False
-    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        # Its default ignores the other ranks of this node.
-        ranks = max(1, world_size // int(os.environ.get("LT_NUM_NODES", 1)))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch._inductor.config.compile_threads = max(1, min(_MAX_WORKERS, cores // ranks))
-
-
-def _start_compiler() -> None:
-    try:
-        importlib.import_module("torch._inductor.async_compile").maybe_warm_pool()
-        importlib.import_module("torch._inductor.compile_fx")
-    except Exception as error:  # the first step will fail too, and report the error
-        log.debug("the compiler did not start early: %s", error)
-
-
-def _hash_triton() -> None:
-    """Computes what each key of Triton's cache holds of Triton itself, once: threads that need it all would."""
-    with contextlib.suppress(Exception):
-        importlib.import_module("triton.runtime.cache").triton_key()
-
-
 @contextlib.contextmanager
 def compiling(config: Config, fabric: Fabric, model: Any, packed: bool) -> Iterator[None]:
     """Compile on a thread while the body tests kernels, and wait for the thread at its end.
@@ -141,7 +91,7 @@ def compiling(config: Config, fabric: Fabric, model: Any, packed: bool) -> Itera
         return
     before = backends.faults()
     rows, length = config.sequences_at_once(fabric.world_size), config.datamodule.train_batch_len
-    thread = _start_thread(_attempt, fabric, copy.deepcopy(model), rows, length)
+    thread = compiler.start_thread(_attempt, fabric, copy.deepcopy(model), rows, length)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Peak matrix-product rates of GPUs, the denominator of model FLOPs utilisation (MFU).
+"""The device of a run, and peak matrix-product rates of GPUs, the denominator of model FLOPs utilisation (MFU).
 
 MFU is model FLOPs per second divided by what the GPUs could do at most. A wrong peak gives a wrong MFU that looks
 right, so GPUs are matched by the exact name PyTorch reports and an unknown one has no peak: vendors sell chips of the
@@ -41,6 +41,12 @@ PEAKS: dict[str, Peak] = {
     # Ada architecture whitepaper, RTX 4090: bf16 with fp32 accumulation 165.2 dense, fp32 82.6.
     "NVIDIA GeForce RTX 4090": (165.2e12, 82.6e12),
 }
+
+
+def expected_device(config: Config) -> torch.device:
+    """Type of the device that will train, as far as is known before the processes are connected."""
+    accelerator = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
+    return torch.device("cuda" if accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available() else "cpu")
 
 
 def peak_of(fabric: FabricConfig, device: torch.device) -> float | None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forgetting_transformer import console
 from forgetting_transformer.training.config import Config, ConfigError
+from forgetting_transformer.training.execution.hardware import expected_device
 from forgetting_transformer.training.parallel.sharding import Sharded
 
 log = logging.getLogger(__name__)
@@ -75,12 +76,6 @@ def expected_world_size(config: Config) -> int:
     if devices != "auto":
         return devices
     return torch.cuda.device_count() if expected_device(config).type == "cuda" else 1
-
-
-def expected_device(config: Config) -> torch.device:
-    """Type of the device that will train, as far as is known before the processes are connected."""
-    accelerator = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
-    return torch.device("cuda" if accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available() else "cpu")
 
 
 def _strategy(config: Config, world_size: int) -> Strategy | str:
