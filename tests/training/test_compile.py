@@ -1,6 +1,7 @@
 """train.compile: what `auto` chooses, what a checkpoint records, every architecture, and nothing silently left out."""
 
 import contextlib
+import inspect
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.train import keep_compiled_code
 from forgetting_transformer.training import Config, ConfigError, parse, setup
 from forgetting_transformer.training.execution import choice as execution
-from forgetting_transformer.training.execution import compilation, compiler, hardware
+from forgetting_transformer.training.execution import compilation, hardware, inductor
 from forgetting_transformer.training.execution.choice import Execution
 from forgetting_transformer.training.execution.compilation import Compilation
 from forgetting_transformer.training.parallel.sharding import shard, units
@@ -258,23 +259,31 @@ def test_compiled_code_is_kept_in_the_users_cache_unless_the_user_says_where(mon
 # The start of the compiler
 
 
+@pytest.mark.slow
 def test_a_run_that_may_compile_for_a_gpu_begins_to_hash_the_compiler_beside_its_imports(tiny, monkeypatch):
-    monkeypatch.setattr(compiler, "_hashing", [])
+    pytest.importorskip("triton")
+    monkeypatch.setattr(inductor, "_hashing", [])
     for device, compiles, begins in (("cpu", "auto", False), ("cuda", False, False), ("cuda", "auto", True)):
         monkeypatch.setattr(hardware, "expected_device", lambda _, device=device: torch.device(device))
-        compiler.hash_beside_imports(parse(OmegaConf.create(changed(tiny, train__compile=compiles))))
-        assert bool(compiler._hashing) == begins
-    for thread in compiler._hashing:
+        inductor.hash_beside_imports(parse(OmegaConf.create(changed(tiny, train__compile=compiles))))
+        assert bool(inductor._hashing) == begins
+    monkeypatch.setattr(inspect, "modulesbyfile", {})
+    monkeypatch.setattr(inspect, "_filesbymodname", {})
+    inductor._hash(lambda: None)
+    assert inspect.modulesbyfile[os.path.abspath(torch.__file__)] == "torch"
+    for thread in inductor._hashing:
         thread.join()
 
 
+@pytest.mark.slow
 def test_processes_that_compile_start_after_the_only_hash(monkeypatch):
+    pytest.importorskip("triton")
     events = []
-    monkeypatch.setattr(compiler, "_hashing", [])
+    monkeypatch.setattr(inductor, "_hashing", [])
     monkeypatch.setattr("torch._inductor.codecache.torch_key", lambda: (time.sleep(0.2), events.append("torch")))
     monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: events.append("processes"))
-    compiler._start_hashing()
-    threads = compiler.start()
+    inductor._start_hashing()
+    threads = inductor.start()
     assert len(threads) == 3
     for thread in threads:
         thread.join()
@@ -283,14 +292,14 @@ def test_processes_that_compile_start_after_the_only_hash(monkeypatch):
 
 def test_a_compiler_that_cannot_start_early_is_left_to_the_first_step(monkeypatch, caplog):
     caplog.set_level(logging.DEBUG, "forgetting_transformer")
-    monkeypatch.setattr(compiler, "_hashing", [])
+    monkeypatch.setattr(inductor, "_hashing", [])
 
     def broken():
         raise RuntimeError("no files")
 
     monkeypatch.setattr("torch._inductor.codecache.torch_key", broken)
     monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", broken)
-    for thread in compiler.start():
+    for thread in inductor.start():
         thread.join()
     assert "the compiler did not start early: no files" in caplog.text
 

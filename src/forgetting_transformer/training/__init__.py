@@ -12,7 +12,7 @@ export/                   exports, checkpoints of the authors' code, forget gate
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.config.checks import check
 from forgetting_transformer.training.config.parsing import parse
-from forgetting_transformer.training.execution.compiler import hash_beside_imports
+from forgetting_transformer.training.execution.inductor import hash_beside_imports
 
 __all__ = ["Config", "ConfigError", "check", "parse", "run"]
 

@@ -4,8 +4,8 @@ Gluon is Triton one level lower. Triton waits for every product whose result is 
 exponentials take turns; here a product is started, other work is done, and the wait comes where its result is used. In
 each program one warp loads tiles through the copy engine, and two or three warpgroups of four warps compute, each with
 64 rows, one's exponentials beside another's products (Shah et al. 2024, FlashAttention-3). Tiles of the other tensor
-come in a ring of STAGES places; barriers say when a tile is there (`ready`) and when all warpgroups have read it
-(`free`).
+come in a ring of STAGES places; barriers say when a tile is there (`ready`) and when all warpgroups have read what
+lies in a place (`free`).
 
 Budget of a multiprocessor: 64 Ki registers, of which two warpgroups get 240 per thread, three 160, and the loading
 warp's 24, and 227 KiB of shared memory. A float32 tile of 64 × N takes N / 2 registers per thread, a 16-bit one that
@@ -19,8 +19,8 @@ Gradients are in `hopper_backward.py`.
 What no result shows, only the assembler's log and its machine code:
 - A warpgroup that arrives at a barrier is synchronised before, and again before it next uses shared memory. So there
   are few barriers, and warpgroups arrive where their warps have just waited for a product.
-- It moves arithmetic across waits for products, not across branches. Before such a wait stands a branch that is never
-  taken, or a wait for a barrier that was passed long ago, which branches too: whichever was faster.
+- It moves arithmetic across waits for products, not across branches. Where it should not, a wait for a barrier that was
+  passed long ago stands before such a wait, for the sake of its branch. At 64 channels it may: that is faster.
 - It keeps addresses that it knows in registers, dozens of them: `hopper_backward.py` hides one.
 - Accumulators that are zeroed beside a product in flight make it run all products one by one. First tiles are therefore
   apart: their product does not add to accumulators but sets them.
@@ -144,19 +144,6 @@ def _weights_operand(weight, dtype: gl.constexpr, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
-def _branch(number):
-    """The number, which must not be negative, behind a branch that is never taken."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; again: setp.lt.s32 p, $1, 0; @p bra again; mov.b32 $0, $1; }",
-        "=r,r",
-        [number],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def _attend_span(
     acc, maximum, total, weight, stage, phase, turn,
     q_tile, k_tiles, v_tiles, biases, offsets, k_ready, v_ready, free, turns, which, first_key,
@@ -196,8 +183,6 @@ def _attend_span(
         maximum = new_maximum
         if WARPGROUPS == 2:
             mbarrier.wait(v_ready.index(old), old_phase)  # for its branch
-        else:
-            stage = _branch(stage)
         acc, weight = warpgroup_mma_wait(0, deps=[acc, weight])
         if WARPGROUPS == 3:  # where the weights of the tile before were, which the product has read
             weight = _weights_operand(weight, k_tiles.dtype, HEAD_DIM)
@@ -221,8 +206,8 @@ def _attend(
 ):  # fmt: skip
     """A warpgroup of `forward_kernel`: 64 queries against tiles of keys, from the diagonal to the left.
 
-    While a tile is exponentiated, the product of the weights and values of the tile before runs. The warpgroups take
-    turns at starting products, so that one exponentiates while the products of another run.
+    The warpgroups take turns at starting products, so that one exponentiates while the products of another run. With
+    two of them, the product of the weights and values of the tile before also runs while a tile is exponentiated.
     """
     (
         q_tiles, k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, free, turns,

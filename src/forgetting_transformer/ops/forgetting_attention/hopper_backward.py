@@ -50,7 +50,6 @@ from forgetting_transformer.ops.forgetting_attention.hopper import (
     _STRETCH,
     _accumulators,
     _barriers,
-    _branch,
     _columns_of,
     _left_operand,
     _load_tile,
@@ -187,9 +186,7 @@ def _step(
         if HAS_FIRST:
             seen = seen & ((m + column)[None, :] < limit[:, None])
         weight_T = gl.where(seen, weight_T, 0.0)
-    if M == 128:
-        zero = _branch(zero)
-    else:
+    if M == 64:
         mbarrier.wait(d_out_ready.index(stage), phase)  # for its branch
     d_weight_T, weight_T = warpgroup_mma_wait(0, deps=[d_weight_T, weight_T])
     delta = deltas.index(stage).load(_columns_of(M))
@@ -333,10 +330,10 @@ def _sum_rows(
         mbarrier.wait(d_score_ready.index(stage), phase)
         d_score_T = d_score_tiles.index(stage)
         if M == 128:
-            total = gl.sum(gl.reshape(d_score_T.slice(0, 16).load(rows).to(gl.float32), [4, 4, M]), 0)
-            for i in gl.static_range(1, 8):
-                d_score = d_score_T.slice(16 * i, 16).load(rows).to(gl.float32)
-                total += gl.sum(gl.reshape(d_score, [4, 4, M]), 0)
+            total = gl.sum(gl.reshape(d_score_T.slice(0, 8).load(rows).to(gl.float32), [2, 4, M]), 0)
+            for i in gl.static_range(1, 16):
+                d_score = d_score_T.slice(8 * i, 8).load(rows).to(gl.float32)
+                total += gl.sum(gl.reshape(d_score, [2, 4, M]), 0)
         else:
             total = gl.zeros([M, 8], gl.float32, sums)
             for i in gl.static_range(8):

@@ -21,7 +21,7 @@ from torch import nn
 from forgetting_transformer.ops import backends
 from forgetting_transformer.ops.selftest import find_backend
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.execution import compiler, graphs
+from forgetting_transformer.training.execution import graphs, inductor
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ class Compilation:
         self._starting: list[threading.Thread] = []
         on_cuda = device.type == "cuda"
         if config.train.compile is True or (config.train.compile == "auto" and on_cuda):
-            compiler.configure(world_size)
+            inductor.configure(world_size)
             if on_cuda:
-                self._starting = compiler.start()
+                self._starting = inductor.start()
 
     def compile(self, model: Any) -> None:
         """Compile blocks and loss of the model, as the strategy left it, at their first call; None: nothing."""
@@ -91,7 +91,7 @@ def compiling(config: Config, fabric: Fabric, model: Any, packed: bool) -> Itera
         return
     before = backends.faults()
     rows, length = config.sequences_at_once(fabric.world_size), config.datamodule.train_batch_len
-    thread = compiler.start_thread(_attempt, fabric, copy.deepcopy(model), rows, length)
+    thread = inductor.start_thread(_attempt, fabric, copy.deepcopy(model), rows, length)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The compiler behind torch.compile: its settings, and its start on threads.
+"""TorchInductor, the compiler behind torch.compile: its settings, and its start on threads.
 
 Compiled code is found by a hash of all files of PyTorch and Triton. Reading them takes seconds, for which whatever
 compiles would wait. So it begins as soon as PyTorch is loaded, beside the other imports.
@@ -10,7 +10,6 @@ import importlib
 import inspect
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -83,11 +82,11 @@ def _start_hashing() -> None:
 
 
 def _hash(key: Callable[[], Any]) -> None:
-    """Computes what each key of a cache holds of a package. It is kept; threads that need it now would each begin."""
+    """Computes the hash of a package, which is kept, and looks up the files of all modules, which are kept too: whoever
+    registers an operator has them looked up."""
     with contextlib.suppress(Exception):
         key()
-        # Each operator that is registered has the files of all modules looked up, which are kept too.
-        inspect.getmodule(sys._getframe())
+        inspect.getmodule(None, "")
 
 
 def _start_compiler() -> None:
