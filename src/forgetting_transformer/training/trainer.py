@@ -331,7 +331,6 @@ class Trainer:
         self.callbacks.call_all("on_end")
         if self.stop == Stop.BAD_STEPS:
             self.guard.refuse(self.last_good_checkpoint, self.directory.root)
-        self.guard.sum_up(self.counters.batch_count, self.directory.root)
         self.supervisor.end("preempted" if self.stop else "done", self.watchdog.request or "")
         done = f"{self.counters.token_count:,} tokens in {self.directory.root}"
         how = "stopped and saved; the same command continues" if self.stop else "training finished"
