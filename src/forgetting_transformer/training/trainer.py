@@ -30,8 +30,8 @@ from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.plugins import SCHEDULES
 from forgetting_transformer.training import saving, setup
-from forgetting_transformer.training.callbacks import Callback, Step
-from forgetting_transformer.training.callbacks.built_in import callbacks_of
+from forgetting_transformer.training.callbacks import Callback, Callbacks, Step
+from forgetting_transformer.training.callbacks.built_in import built_in, chosen
 from forgetting_transformer.training.checkpoint import Checkpointer, resume
 from forgetting_transformer.training.clock import Clock
 from forgetting_transformer.training.config import Config
@@ -120,7 +120,8 @@ class Trainer:
         self.resolved: dict[str, Any] = as_recorded(config)
         self.latest: Step | None = None
         self.stop = Stop.NO
-        self.callbacks = callbacks_of(self)
+        self.callbacks = Callbacks(self, built_in(self), chosen(config))
+        self.callbacks.load(self.origin.callback_state)
         self.metrics = open_metrics(self) if fabric.is_global_zero else None
         self.watchdog.callback = lambda: self.callbacks.running.name if self.callbacks.running else None
         self.supervisor.trainer = self

@@ -1,7 +1,7 @@
 """The callbacks that every run has, and those that its config names."""
 
 from forgetting_transformer.plugins import CALLBACKS
-from forgetting_transformer.training.callbacks.base import Callback, Callbacks
+from forgetting_transformer.training.callbacks.base import Callback
 from forgetting_transformer.training.callbacks.goodput import Goodput
 from forgetting_transformer.training.callbacks.losses import BadSteps, HeldOut, Loss, LossByPosition, Norms
 from forgetting_transformer.training.callbacks.profile import Profile
@@ -48,10 +48,3 @@ def chosen(config: Config) -> list[Callback]:
         callback.name = name
         found.append(callback)
     return found
-
-
-def callbacks_of(trainer: TrainerInterface) -> Callbacks:
-    """All callbacks, with their state from the checkpoint."""
-    callbacks = Callbacks(trainer, built_in(trainer), chosen(trainer.config))
-    callbacks.load(trainer.origin.callback_state)
-    return callbacks
