@@ -39,7 +39,6 @@ from forgetting_transformer.training.config.continuing import as_recorded
 from forgetting_transformer.training.execution.choice import choose as choose_execution
 from forgetting_transformer.training.execution.compilation import Compilation
 from forgetting_transformer.training.execution.hardware import expected_device
-from forgetting_transformer.training.faults.corruption import are_copies
 from forgetting_transformer.training.faults.failures import Supervisor
 from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.faults.stop import Stop, Vote
@@ -106,7 +105,6 @@ class Trainer:
         resume.load(self.origin, config, self.data_info, self.checkpointer, model, optimizer, self.guard)
         self.counters = self.origin.counters
         self.checkpointer.last_good = self.origin.saved_step
-        self.compare_steps = config.strategy.compare_steps if are_copies(fabric) else None
 
         self.execution = choose_execution(
             config.train.compile, fabric.device, self.origin.execution, self.backends, fabric.global_rank
