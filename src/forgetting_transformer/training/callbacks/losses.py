@@ -53,7 +53,7 @@ class LossByPosition(Callback):
 
     def __init__(self, length: int, shortest: int, device: torch.device) -> None:
         self._shortest = shortest
-        self._sums = PositionSums.zeros(length, device)
+        self._sums = PositionSums(length, device)
 
     def on_step(self, trainer: TrainerInterface, step: Step) -> None:
         self._sums.loss_T += torch.where(step.left_out.bool(), 0.0, step.loss_T)
@@ -156,7 +156,7 @@ class HeldOut(Callback):
             return
         started, done = time.perf_counter(), f"{trainer.counters.token_count:,}"
         fabric, ranks, length = trainer.fabric, trainer.ranks, trainer.config.datamodule.eval_batch_len
-        sums = PositionSums.zeros(length, fabric.device)
+        sums = PositionSums(length, fabric.device)
         trainer.model.eval()
 
         def read(done: int) -> Iterator[dict[str, Tensor]]:
