@@ -25,7 +25,7 @@ def built_in(trainer: TrainerInterface) -> list[Callback]:
         Loss(),
         Norms(),
         throughput,
-        HeldOut(trainer.data),
+        HeldOut(),
         *([Profile(*config.train.profile_steps)] if config.train.profile_steps else []),
         # last, because it shows results of the others
         Progress(throughput),
