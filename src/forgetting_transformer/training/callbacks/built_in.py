@@ -19,7 +19,7 @@ def built_in(trainer: TrainerInterface) -> list[Callback]:
     throughput = Throughput(peak and peak * trainer.fabric.world_size, trainer.counters.as_floats())
     return [
         Wandb(),  # first, so that it has what the others report at the start
-        Goodput(trainer.directory.goodput, trainer.clock),
+        Goodput(),
         BadSteps(),
         LossByPosition(data.train_batch_len, config.eval.min_val_length, trainer.fabric.device),
         Loss(),
