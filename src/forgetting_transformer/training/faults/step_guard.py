@@ -8,13 +8,10 @@ the host waits for the decision and does not call them.
 
 import collections
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-
-from forgetting_transformer.training.errors import TrainingError
 
 
 class BadStep(NamedTuple):
@@ -96,18 +93,6 @@ class StepGuard:
         """Bad steps that `poll` collected since the last call."""
         found, self._reports = self._reports, []
         return found
-
-    def refuse(self, last_good_checkpoint: str, folder: Path) -> NoReturn:
-        """
-        Raises:
-            TrainingError: after too many updates in a row that were left out.
-        """
-        raise TrainingError(
-            f"{self.most_in_a_row} updates in a row were left out, because a loss or gradient was not finite; "
-            f"{last_good_checkpoint}, without them. metrics/jsonlines/bad_step.jsonl in {folder} "
-            "names their documents and tokens. Lower optimizer.lr (in a fork), mend the data, or raise "
-            "train.max_bad_steps"
-        )
 
     def state(self) -> dict[str, Tensor]:
         """State for the checkpoint."""
