@@ -199,7 +199,7 @@ def test_ranks_do_not_outlive_their_launcher(tiny, tmp_path):
     wait_until(lambda: is_gone(rank_zero), said="a rank lives on without its launcher")
 
 
-def test_a_terminal_gets_a_live_bar_besides_the_lines_of_the_log(tiny, tmp_path):
+def test_a_terminal_gets_a_live_bar_and_a_file_gets_plain_lines(tiny, tmp_path):
     import fcntl
     import termios
 
@@ -215,7 +215,7 @@ def test_a_terminal_gets_a_live_bar_besides_the_lines_of_the_log(tiny, tmp_path)
     os.close(slave)
     os.close(master)
     assert process.wait() == 0, shown.decode()
-    assert b"tok/s" in shown and b"512/512" in shown and b" of 512 tokens, loss " in shown, shown.decode()
+    assert b"tok/s" in shown and b"loss=" in shown and b"512/512" in shown, shown.decode()
     log = (tmp_path / "bar/logs/rank-0.log").read_text()
     assert "tok/s" not in log and "held-out loss" in log
-    assert " of 512 tokens, loss " in log
+    assert " of 512 tokens, loss " in log and b" of 512 tokens, loss " not in shown, "the bar shows it"

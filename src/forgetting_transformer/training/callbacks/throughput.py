@@ -10,6 +10,7 @@ from tqdm import tqdm
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 from forgetting_transformer.training.interface import TrainerInterface
+from forgetting_transformer.training.records.logs import ON_THE_BAR
 from forgetting_transformer.training.records.metrics import duration
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ def _rate(key: str, clock: str, before: dict[str, float], now: dict[str, float])
 
 
 class Progress(Callback):
-    """A live bar on a terminal (tokens done, tokens/s, time left), and lines with the loss, there and in the log.
+    """A live bar on a terminal (tokens done, tokens/s, time left, loss), and lines in the log; elsewhere lines in both.
 
     Args:
         throughput: knows the rate.
@@ -122,9 +123,15 @@ class Progress(Callback):
             return
         tokens, total, per_second = trainer.counters.token_count, trainer.config.train.max_tokens, self._throughput.rate
         loss, lr = trainer.latest.loss.item(), trainer.latest.lr
+        live = not self._bar.disable  # there is a terminal to draw on
+        if live:
+            self._bar.set_postfix(loss=f"{loss:.4f}", lr=f"{lr:.2e}")
         rate = f"{per_second:,.0f} tokens/s" if per_second else "first steps"
         left = f", {duration((total - tokens) / per_second)} left" if per_second else ""
-        log.info("%s of %s tokens, loss %.4f, lr %.2e, %s%s", f"{tokens:,}", f"{total:,}", loss, lr, rate, left)
+        log.info(
+            *("%s of %s tokens, loss %.4f, lr %.2e, %s%s", f"{tokens:,}", f"{total:,}", loss, lr, rate, left),
+            extra={ON_THE_BAR: live},
+        )
 
     def on_end(self, trainer: TrainerInterface) -> None:
         self._bar.close()

@@ -11,13 +11,17 @@ from tqdm import tqdm
 from forgetting_transformer import console
 from forgetting_transformer.training.records.run_directory import RunDirectory
 
+#: Marks a record of the log that a live bar shows too.
+ON_THE_BAR = "on_the_bar"
+
 
 class TerminalHandler(logging.Handler):
-    """Prints log records above a live progress bar instead of through it."""
+    """Prints log records above a live progress bar instead of through it, except what the bar itself shows."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            tqdm.write(self.format(record), file=sys.stderr)
+            if not getattr(record, ON_THE_BAR, False):
+                tqdm.write(self.format(record), file=sys.stderr)
         except Exception:  # a terminal that is gone, for example, is no reason to end a run
             self.handleError(record)
 
