@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageM
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 
-from forgetting_transformer.ops.finite import check_finite
+from forgetting_transformer.ops.finite import NotFiniteError, check_finite
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, reason_of
 from forgetting_transformer.training.checkpoint.writing import tensors_of
 
@@ -69,8 +69,19 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     names = [f"model.{name}" for name in model.state_dict()]
     _check_names(checkpoint, names)
     model.load_state_dict(_part_of("model.", load_tensors(checkpoint, names)))
-    with _named(checkpoint):
-        check_finite(model.named_parameters(), "state")
+    check_weights(model, checkpoint.path)
+
+
+def check_weights(model: nn.Module, where: Any) -> None:
+    """Checks once that weights are finite; their origin is for the message.
+
+    Raises:
+        CheckpointError: one is not finite.
+    """
+    try:
+        check_finite(model.named_parameters(), where)
+    except NotFiniteError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def load_tensors(checkpoint: Checkpoint, names: list[str] | None = None) -> dict[str, Tensor]:

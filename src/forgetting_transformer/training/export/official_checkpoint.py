@@ -23,9 +23,9 @@ from transformers.initialization import no_init_weights
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.files import append_durably, decode, parse_yaml, write_atomically
 from forgetting_transformer.model import registry
-from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.checkpoint.folder import Checkpoint, CheckpointError, steps_in
+from forgetting_transformer.training.checkpoint.reading import check_weights
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import as_recorded
 from forgetting_transformer.training.config.parsing import parse
@@ -225,7 +225,7 @@ def _model(checkpoint: Checkpoint, config: Config, saved: dict[str, Any]) -> Pre
             )
         )
         model.load_state_dict(weights)
-        check_finite(model.named_parameters(), "model")
+    check_weights(model, checkpoint.path)
     return model
 
 
