@@ -16,6 +16,7 @@ from tests.training.conftest import (
     in_step,
     lines,
     losses,
+    rank_log,
     refused,
     status,
     train,
@@ -109,6 +110,7 @@ def test_a_run_that_skipped_steps_resumes_bitwise(tiny, tmp_path):
     for config in (straight, tiny):
         left_out = [(line["bad_step/batch"], line["bad_step/in_a_row"]) for line in bad_steps(config)]
         assert left_out == [(2, 1), (4, 1), (5, 2), (6, 3)]
+        assert "4 of 9 updates were left out" in rank_log(config, 0)
     assert_same_tensors(tiny["output_dir"], straight["output_dir"], 9 * STEP)
     assert losses(tiny["output_dir"]) == losses(straight["output_dir"])
 
@@ -120,4 +122,4 @@ def test_bad_steps_with_a_good_one_between_them_are_not_in_a_row():
         guard.judge(batch, torch.ones(2), torch.tensor(norm))
     guard.poll(wait=True)
     assert [(bad.batch, bad.in_a_row) for bad in guard.take_reports()] == [(0, 1), (2, 1), (3, 2)]
-    assert guard.most_in_a_row == 2
+    assert guard.most_in_a_row == 2 and guard.state()["guard_skipped"] == 3

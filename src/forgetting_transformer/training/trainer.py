@@ -36,7 +36,6 @@ from forgetting_transformer.training.checkpoint import Checkpointer, resume
 from forgetting_transformer.training.clock import Clock
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.config.continuing import as_recorded
-from forgetting_transformer.training.errors import TrainingError
 from forgetting_transformer.training.execution.choice import choose as choose_execution
 from forgetting_transformer.training.execution.compilation import Compilation
 from forgetting_transformer.training.execution.hardware import expected_device
@@ -330,12 +329,8 @@ class Trainer:
         saving.collect(self, wait=True, must_succeed=True)
         self.callbacks.call_all("on_end")
         if self.stop == Stop.BAD_STEPS:
-            raise TrainingError(
-                f"{self.guard.most_in_a_row} updates in a row were left out, because a loss or gradient was not "
-                f"finite; {self.last_good_checkpoint}, without them. metrics/jsonlines/bad_step.jsonl in "
-                f"{self.directory.root} names their documents and tokens. Lower optimizer.lr (in a fork), mend the "
-                "data, or raise train.max_bad_steps"
-            )
+            self.guard.refuse(self.last_good_checkpoint, self.directory.root)
+        self.guard.sum_up(self.counters.batch_count, self.directory.root)
         self.supervisor.end("preempted" if self.stop else "done", self.watchdog.request or "")
         done = f"{self.counters.token_count:,} tokens in {self.directory.root}"
         how = "stopped and saved; the same command continues" if self.stop else "training finished"

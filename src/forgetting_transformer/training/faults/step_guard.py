@@ -7,11 +7,17 @@ the host waits for the decision and does not call them.
 """
 
 import collections
+import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
+
+from forgetting_transformer.training.errors import TrainingError
+
+log = logging.getLogger(__name__)
 
 
 class BadStep(NamedTuple):
@@ -30,10 +36,11 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class StepGuard:
-    """Judges steps, and counts those in a row that were left out."""
+    """Judges steps, and counts those that were left out."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         self._in_a_row = torch.zeros((), dtype=torch.float64, device=device)
         #: On their way to the host: batch, verdict, and the event after which it is there (None: it is there).
         self._verdicts: collections.deque[tuple[int, Tensor, torch.cuda.Event | None]] = collections.deque()
@@ -50,6 +57,7 @@ class StepGuard:
         """
         good = torch.isfinite(grad_norm) & torch.isfinite(loss_B).all()
         bad = (~good).double()
+        self._skipped += bad
         self._in_a_row = (self._in_a_row + 1) * bad
         verdict = torch.cat([torch.stack([bad, self._in_a_row, grad_norm.double()]), loss_B.double()])
         event = None
@@ -94,11 +102,30 @@ class StepGuard:
         found, self._reports = self._reports, []
         return found
 
+    def sum_up(self, batches: int, folder: Path) -> None:
+        """Logs how many of all updates of the run were left out, if any were. Waits for the device."""
+        if left_out := int(self._skipped.item()):
+            said = "%d of %d updates were left out (metrics/jsonlines/bad_step.jsonl in %s)"
+            log.warning(said, left_out, batches, folder)
+
+    def refuse(self, last_good_checkpoint: str, folder: Path) -> NoReturn:
+        """
+        Raises:
+            TrainingError: after too many updates in a row that were left out.
+        """
+        raise TrainingError(
+            f"{self.most_in_a_row} updates in a row were left out, because a loss or gradient was not finite; "
+            f"{last_good_checkpoint}, without them. metrics/jsonlines/bad_step.jsonl in {folder} "
+            "names their documents and tokens. Lower optimizer.lr (in a fork), mend the data, or raise "
+            "train.max_bad_steps"
+        )
+
     def state(self) -> dict[str, Tensor]:
         """State for the checkpoint."""
-        return {"guard_in_a_row": self._in_a_row}
+        return {"guard_skipped": self._skipped, "guard_in_a_row": self._in_a_row}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """From a checkpoint; one that was imported from the authors' code has no such state."""
-        if "guard_in_a_row" in state:
+        if "guard_skipped" in state:
+            self._skipped = state["guard_skipped"].to(self._device)
             self._in_a_row = state["guard_in_a_row"].to(self._device)
