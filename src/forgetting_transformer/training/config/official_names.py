@@ -24,6 +24,18 @@ SCHEDULE = {
     "total_steps": ("schedule.total_tokens", _STABLE),
     "anneal_steps": ("schedule.decay_tokens", _STABLE),
 }
+#: Names that other frameworks have for a key.
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "batch_size": "train_batch_size",
+    "seq_len": "train_batch_len",
+    "max_steps": "max_tokens",
+    "num_layers": "num_hidden_layers",
+    "n_layers": "num_hidden_layers",
+    "d_model": "hidden_size",
+    "num_workers": "train_num_workers",
+}
 
 
 def translate(config: DictConfig, typed: Sequence[str] = ()) -> None:
@@ -52,8 +64,8 @@ def translate(config: DictConfig, typed: Sequence[str] = ()) -> None:
 
 
 def closest_key(key: str, known: Sequence[str]) -> str:
-    """Returns "; did you mean 'optimizer.lr'?" for optimizer.lrr and for lr; without a similar key, the keys of its
-    section.
+    """Returns "; did you mean 'optimizer.lr'?" for optimizer.learning_rate and for lr; without a similar key, the keys
+    of its section.
 
     Args:
         known: whole keys, with their sections.
@@ -63,9 +75,10 @@ def closest_key(key: str, known: Sequence[str]) -> str:
     known = [*known, *(f"schedule.{name}" for name in SCHEDULE)]
     section, dot, name = key.rpartition(".")
     beside = {k.removeprefix(section + dot).partition(".")[0] for k in known if k.startswith(section + dot)}
-    if near := difflib.get_close_matches(name, beside, 1):
-        return f"; did you mean {section + dot + near[0]!r}?"
+    names = {k: k for k in beside} | {other: own for other, own in OTHER_NAMES.items() if own in beside}
+    if near := difflib.get_close_matches(name, names, 1):
+        return f"; did you mean {section + dot + names[near[0]]!r}?"
     anywhere = {k.rpartition(".")[2]: k for k in known}
-    if near := difflib.get_close_matches(name, anywhere, 1, cutoff=0.8):
+    if near := difflib.get_close_matches(OTHER_NAMES.get(name, name), anywhere, 1, cutoff=0.8):
         return f"; did you mean {anywhere[near[0]]!r}?"
     return f"; keys of {section}: {', '.join(sorted(beside))}" if section and beside else "; --help shows all keys"
