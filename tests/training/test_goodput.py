@@ -41,7 +41,8 @@ def test_what_came_after_the_checkpoint_a_later_start_used_was_lost():
 
 def test_a_start_that_ends_while_it_saves_has_lost_only_what_came_after_the_checkpoint_before(tmp_path):
     trainer = SimpleNamespace(counters=SimpleNamespace(token_count=0), stages=Clock("a"), report=lambda *_, **__: None)
-    goodput = Goodput(tmp_path / "goodput.json", Clock("start"))
+    trainer.clock, trainer.directory = Clock("start"), SimpleNamespace(goodput=tmp_path / "goodput.json")
+    goodput = Goodput()
     goodput.on_start(trainer)
     for step, is_written in ((100, True), (200, False)):
         trainer.counters.token_count = step

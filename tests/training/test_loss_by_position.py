@@ -11,7 +11,7 @@ from forgetting_transformer.training.records.loss_by_position import PositionSum
 
 
 def sums_of(*arguments, **options) -> PositionSums:
-    sums = PositionSums.zeros(4, torch.device("cpu"))
+    sums = PositionSums(4, torch.device("cpu"))
     sums.add(*arguments, **options)
     return sums
 

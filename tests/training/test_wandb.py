@@ -36,7 +36,7 @@ def test_wandb_has_every_step_once_although_it_loses_rows_when_killed(tiny, tmp_
     config = training.parse(OmegaConf.create(changed(tiny, wandb__mode=mode)))
     for resumed, steps in ((0, range(1, 6)), (5, range(6, 9))):
         metrics = MetricsLog(RunDirectory(config.output_dir), resumed * STEP)
-        wandb.Wandb().open(metrics, config, {})
+        wandb.Wandb().on_start(SimpleNamespace(config=config, metrics=metrics, resolved={}))
         for n in steps:
             metrics.report("train", n * STEP, {"train/loss": 1 / n})
     assert known == {n * STEP: {"train/loss": 1 / n} for n in range(1, 9)}
@@ -79,7 +79,7 @@ def test_wandb_without_a_key_asks_nothing_of_a_terminal(tiny, tmp_path, monkeypa
     with os.fdopen(os.dup(slave), "r") as keyboard, os.fdopen(slave, "w") as screen:
         monkeypatch.setattr(sys, "stdin", keyboard)
         monkeypatch.setattr(sys, "stderr", screen)
-        callback.open(metrics, config, {})
+        callback.on_start(SimpleNamespace(config=config, metrics=metrics, resolved={}))
         assert sys.stdin is keyboard
     os.close(master)
     assert callback.summary == "not available" and not metrics.sinks

@@ -67,7 +67,6 @@ class TrainerInterface(Protocol):
     checkpointer: Checkpointer  #: writes and reads checkpoints
     watchdog: Watchdog  #: hears signals, and notices what hangs
     guard: StepGuard  #: leaves out bad steps
-    compare_steps: int | None  #: steps between comparisons of ranks; None where no two hold the same
 
     @property
     def compiled(self) -> bool:

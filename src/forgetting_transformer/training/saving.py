@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 
 from forgetting_transformer.training.errors import TrainingError
@@ -50,8 +51,10 @@ def compare_if_due(trainer: TrainerInterface, before_save: bool = False) -> None
     Raises:
         TrainingError: ranks hold different weights or moments; on every rank.
     """
-    steps, batch_count = trainer.compare_steps, trainer.counters.batch_count
+    fabric, steps, batch_count = trainer.fabric, trainer.config.strategy.compare_steps, trainer.counters.batch_count
     if steps is None or (batch_count % steps and not before_save):
+        return
+    if fabric.world_size == 1 or not isinstance(fabric.strategy, DDPStrategy):  # no two ranks hold the same
         return
     model, optimizer = trainer.model.module, trainer.optimizer.optimizer
     if found := compare_ranks(batch_count, model, optimizer):

@@ -28,9 +28,10 @@ from torch.distributed.tensor import DTensor
 from forgetting_transformer import console
 from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
+from forgetting_transformer.plugins import SCHEDULES
 from forgetting_transformer.training import saving, setup
-from forgetting_transformer.training.callbacks import Callback, Step
-from forgetting_transformer.training.callbacks.built_in import callbacks_of
+from forgetting_transformer.training.callbacks import Callback, Callbacks, Step
+from forgetting_transformer.training.callbacks.built_in import built_in, chosen
 from forgetting_transformer.training.checkpoint import Checkpointer, resume
 from forgetting_transformer.training.clock import Clock
 from forgetting_transformer.training.config import Config
@@ -38,13 +39,11 @@ from forgetting_transformer.training.config.continuing import as_recorded
 from forgetting_transformer.training.execution.choice import choose as choose_execution
 from forgetting_transformer.training.execution.compilation import Compilation
 from forgetting_transformer.training.execution.hardware import expected_device
-from forgetting_transformer.training.faults.corruption import are_copies
 from forgetting_transformer.training.faults.failures import Supervisor
 from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.faults.stop import Stop, Vote
 from forgetting_transformer.training.feed import batches
 from forgetting_transformer.training.optimization.building import build_optimizer, undecayed_parameters
-from forgetting_transformer.training.optimization.schedule import build_schedule
 from forgetting_transformer.training.parallel.launch import expected_world_size
 from forgetting_transformer.training.parallel.ranks import Ranks
 from forgetting_transformer.training.records.descriptions import describe, open_metrics, start_block
@@ -75,7 +74,7 @@ class Trainer:
         self.vote = Vote(fabric.world_size, timeout)
 
         self.begin("data")
-        self.schedule = build_schedule(config.schedule, config.optimizer.lr)
+        self.schedule = SCHEDULES.get(config.schedule.name).build(config.schedule, config.optimizer.lr)
         self.data = setup.open_data(config, self.directory, fabric)
         self.data_info = self.data.train_info()
         self.tokens_per_step = config.datamodule.train_batch_size * config.datamodule.train_batch_len
@@ -106,7 +105,6 @@ class Trainer:
         resume.load(self.origin, config, self.data_info, self.checkpointer, model, optimizer, self.guard)
         self.counters = self.origin.counters
         self.checkpointer.last_good = self.origin.saved_step
-        self.compare_steps = config.strategy.compare_steps if are_copies(fabric) else None
 
         self.execution = choose_execution(
             config.train.compile, fabric.device, self.origin.execution, self.backends, fabric.global_rank
@@ -120,7 +118,8 @@ class Trainer:
         self.resolved: dict[str, Any] = as_recorded(config)
         self.latest: Step | None = None
         self.stop = Stop.NO
-        self.callbacks = callbacks_of(self)
+        self.callbacks = Callbacks(self, built_in(self), chosen(config))
+        self.callbacks.load(self.origin.callback_state)
         self.metrics = open_metrics(self) if fabric.is_global_zero else None
         self.watchdog.callback = lambda: self.callbacks.running.name if self.callbacks.running else None
         self.supervisor.trainer = self

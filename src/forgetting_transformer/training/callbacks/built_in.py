@@ -1,7 +1,7 @@
 """The callbacks that every run has, and those that its config names."""
 
 from forgetting_transformer.plugins import CALLBACKS
-from forgetting_transformer.training.callbacks.base import Callback, Callbacks
+from forgetting_transformer.training.callbacks.base import Callback
 from forgetting_transformer.training.callbacks.goodput import Goodput
 from forgetting_transformer.training.callbacks.losses import BadSteps, HeldOut, Loss, LossByPosition, Norms
 from forgetting_transformer.training.callbacks.profile import Profile
@@ -19,13 +19,13 @@ def built_in(trainer: TrainerInterface) -> list[Callback]:
     throughput = Throughput(peak and peak * trainer.fabric.world_size, trainer.counters.as_floats())
     return [
         Wandb(),  # first, so that it has what the others report at the start
-        Goodput(trainer.directory.goodput, trainer.clock),
+        Goodput(),
         BadSteps(),
         LossByPosition(data.train_batch_len, config.eval.min_val_length, trainer.fabric.device),
         Loss(),
         Norms(),
         throughput,
-        HeldOut(trainer.data),
+        HeldOut(),
         *([Profile(*config.train.profile_steps)] if config.train.profile_steps else []),
         # last, because it shows results of the others
         Progress(throughput),
@@ -48,10 +48,3 @@ def chosen(config: Config) -> list[Callback]:
         callback.name = name
         found.append(callback)
     return found
-
-
-def callbacks_of(trainer: TrainerInterface) -> Callbacks:
-    """All callbacks, with their state from the checkpoint."""
-    callbacks = Callbacks(trainer, built_in(trainer), chosen(trainer.config))
-    callbacks.load(trainer.origin.callback_state)
-    return callbacks

@@ -9,13 +9,12 @@ times are of rank 0's host.
 import contextlib
 import json
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.files import write_json
 from forgetting_transformer.training.callbacks.base import Callback, Interval
-from forgetting_transformer.training.clock import CATEGORIES, Clock
+from forgetting_transformer.training.clock import CATEGORIES
 from forgetting_transformer.training.interface import TrainerInterface
 from forgetting_transformer.training.records.metrics import duration
 
@@ -26,17 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class Goodput(Callback):
-    """The account of one start, and checkpoint.jsonl: seconds that training waited for a copy, and of writing.
-
-    Args:
-        file: goodput.json.
-        clock: the clock of this start.
-    """
+    """The account of one start, and checkpoint.jsonl: seconds that training waited for a copy, and of writing."""
 
     name = "goodput"
 
-    def __init__(self, file: Path, clock: Clock) -> None:
-        self._file, self._clock = file, clock
+    def __init__(self) -> None:
         self._start: dict[str, Any] = {}
         self._saving: list[Any] = []
         self._earlier: list[dict[str, Any]] = []
@@ -46,17 +39,17 @@ class Goodput(Callback):
         self._start = {"from_step": step, "step": step, "saved": [step, {}]}
         # Bookkeeping that is not there, or was damaged, must not stop a run.
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            earlier = json.loads(self._file.read_text(encoding="utf-8"))["starts"]
+            earlier = json.loads(trainer.directory.goodput.read_text(encoding="utf-8"))["starts"]
             shares([*earlier, self._start])
             self._earlier = earlier
 
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         step = trainer.counters.token_count
         if kind == "save":
-            self._saving = [step, self._clock.seconds()]
+            self._saving = [step, trainer.clock.seconds()]
         elif kind == "log":
             self._start["stages"] = {stage: round(seconds, 3) for stage, seconds in trainer.stages.seconds().items()}
-            trainer.report(names.GOODPUT, self._write(step))
+            trainer.report(names.GOODPUT, self._write(trainer))
 
     def on_save(self, trainer: TrainerInterface, saved: "Saved") -> None:
         # Time up to there is not lost if a run continues from this checkpoint, which is whole only now.
@@ -65,13 +58,13 @@ class Goodput(Callback):
         trainer.report(names.CHECKPOINT, values, step=saved.step)
 
     def on_end(self, trainer: TrainerInterface) -> None:
-        log.info("%s", describe(self._write(trainer.counters.token_count)))
+        log.info("%s", describe(self._write(trainer)))
 
-    def _write(self, step: int) -> dict[str, float]:
+    def _write(self, trainer: TrainerInterface) -> dict[str, float]:
         """Replaces goodput.json; returns `shares` of all starts."""
-        self._start |= {"step": step, "seconds": self._clock.seconds()}
+        self._start |= {"step": trainer.counters.token_count, "seconds": trainer.clock.seconds()}
         starts = [*self._earlier, self._start]
-        write_json(self._file, {"starts": starts}, durable=False)  # at every log interval
+        write_json(trainer.directory.goodput, {"starts": starts}, durable=False)  # at every log interval
         return shares(starts)
 
 

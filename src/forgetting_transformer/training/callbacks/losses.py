@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from forgetting_transformer import metric_names as names
 from forgetting_transformer.data.batch_checks import check_batch
-from forgetting_transformer.data.corpus import Corpus, model_inputs
+from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 from forgetting_transformer.training.feed import restarted
@@ -53,7 +53,7 @@ class LossByPosition(Callback):
 
     def __init__(self, length: int, shortest: int, device: torch.device) -> None:
         self._shortest = shortest
-        self._sums = PositionSums.zeros(length, device)
+        self._sums = PositionSums(length, device)
 
     def on_step(self, trainer: TrainerInterface, step: Step) -> None:
         self._sums.loss_T += torch.where(step.left_out.bool(), 0.0, step.loss_T)
@@ -136,39 +136,33 @@ class BadSteps(Callback):
 
 
 class HeldOut(Callback):
-    """Mean loss at every position over held-out documents, with the weights as they are.
-
-    Args:
-        data: whose held-out documents.
-    """
+    """Mean loss at every position over held-out documents, with the weights as they are."""
 
     name = "held_out"
     all_ranks = True
     evaluates = True
     kind = names.VAL
 
-    def __init__(self, data: Corpus) -> None:
-        self._data, self._corpus = data, "the corpus (datamodule.name)"
-
     @torch.no_grad()
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind != "eval":
             return
         started, done = time.perf_counter(), f"{trainer.counters.token_count:,}"
+        corpus = "the corpus (datamodule.name)"
         fabric, ranks, length = trainer.fabric, trainer.ranks, trainer.config.datamodule.eval_batch_len
-        sums = PositionSums.zeros(length, fabric.device)
+        sums = PositionSums(length, fabric.device)
         trainer.model.eval()
 
         def read(done: int) -> Iterator[dict[str, Tensor]]:
-            return itertools.islice(self._data.eval_loader(ranks.data_rank, ranks.data_size), done, None)
+            return itertools.islice(trainer.data.eval_loader(ranks.data_rank, ranks.data_size), done, None)
 
-        batches = restarted(read, lambda: trainer.watchdog.reading(self._corpus))
+        batches = restarted(read, lambda: trainer.watchdog.reading(corpus))
         shown = fabric.is_global_zero and sys.stderr.isatty()
         for batch in tqdm(batches, desc="held-out", unit="batch", leave=False, disable=not shown):
             if trainer.should_stop():
                 log.info("the evaluation after %s tokens was broken off", done)
                 return
-            check_batch(batch, self._corpus, None, length, weighted=True)
+            check_batch(batch, corpus, None, length, weighted=True)
             batch = fabric.to_device(batch)
             inputs = model_inputs(batch)
             with ranks.in_context():

@@ -13,9 +13,7 @@ from forgetting_transformer.command_line import one_line
 from forgetting_transformer.console import redact_tree
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.training.callbacks.base import Callback
-from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.interface import TrainerInterface
-from forgetting_transformer.training.records.metrics import MetricsLog
 
 log = logging.getLogger(__name__)
 
@@ -31,19 +29,11 @@ class Wandb(Callback):
     name = "wandb"
 
     def on_start(self, trainer: TrainerInterface) -> None:
-        if trainer.metrics is not None:
-            self.open(trainer.metrics, trainer.config, trainer.resolved)
-
-    def open(self, metrics: MetricsLog, config: Config, resolved: dict[str, Any]) -> None:
-        """Begins or continues the run in wandb, and has the rows from `metrics` from then on.
-
-        Args:
-            resolved: the config that wandb shows.
-        """
+        config, metrics = trainer.config, trainer.metrics
         mode: Any = config.wandb.mode
         self._run: Any = None
         self.summary = mode
-        if mode == "disabled":
+        if mode == "disabled" or metrics is None:
             return
         self.summary = "not available"
         with self._failing("is not available"):  # not installed, no network, no login, a full quota
@@ -68,7 +58,7 @@ class Wandb(Callback):
                     dir=str(log_dir),
                     mode=mode,
                     resume="allow",
-                    config=resolved,
+                    config=trainer.resolved,
                     settings=wandb.Settings(silent=True, init_timeout=60),
                 )
             address = getattr(self._run, "url", None) if mode == "online" else None

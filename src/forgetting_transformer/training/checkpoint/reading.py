@@ -148,45 +148,41 @@ _ALLOWED = {
 }  # fmt: skip
 
 
-class UnsafeCheckpointError(ValueError):
-    """The checkpoint contains more than tensors and their description."""
-
-
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _memory_format
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise UnsafeCheckpointError(f".metadata refers to {module}.{name}, which no checkpoint of tensors needs")
+        raise pickle.UnpicklingError(f".metadata refers to {module}.{name}, which no checkpoint of tensors needs")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise UnsafeCheckpointError(".metadata refers to objects outside it")
+        raise pickle.UnpicklingError(".metadata refers to objects outside it")
 
 
 def _memory_format(of: Any, name: Any) -> Any:
     """Replaces getattr: Python before 3.11.4 pickles a member of an enumeration as an attribute of its class."""
     if of is _MEM_FORMAT_ENCODING and name in _MEM_FORMAT_ENCODING.__members__:
         return _MEM_FORMAT_ENCODING[name]
-    raise UnsafeCheckpointError(".metadata asks for an attribute, which no checkpoint of tensors needs")
+    raise pickle.UnpicklingError(".metadata asks for an attribute, which no checkpoint of tensors needs")
 
 
 class TensorReader(FileSystemReader):
     """`FileSystemReader` for checkpoints that may come from anywhere.
 
     Raises:
-        UnsafeCheckpointError: from `read_metadata`; nothing of the checkpoint has been acted on then.
+        pickle.UnpicklingError: from `read_metadata`; nothing of the checkpoint has been acted on then.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
             metadata = _MetadataUnpickler(stream).load()
         if not isinstance(metadata, Metadata):
-            raise UnsafeCheckpointError(f".metadata holds a {type(metadata).__name__}")
+            raise pickle.UnpicklingError(f".metadata holds a {type(metadata).__name__}")
         for info in (metadata.storage_data or {}).values():
             name = info.relative_path
             if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
-                raise UnsafeCheckpointError(f".metadata refers to the file {name!r}, outside its folder")
+                raise pickle.UnpicklingError(f".metadata refers to the file {name!r}, outside its folder")
         storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         storage_meta.load_id = self.load_id
         metadata.storage_meta = storage_meta
@@ -202,4 +198,4 @@ class TensorPlanner(DefaultLoadPlanner):
     """Refuses to unpickle an entry that pretends to be bytes where a tensor is wanted."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise UnsafeCheckpointError(f"{read_item.dest_index.fqn} is stored as pickled bytes and not as a tensor")
+        raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is stored as pickled bytes and not as a tensor")

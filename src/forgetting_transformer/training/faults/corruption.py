@@ -14,16 +14,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def are_copies(fabric: Fabric) -> bool:
-    """Whether all ranks hold copies, so that they can be compared."""
-    return isinstance(fabric.strategy, DDPStrategy) and fabric.world_size > 1
 
 
 @torch.no_grad()

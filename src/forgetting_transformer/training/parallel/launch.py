@@ -47,8 +47,6 @@ def launch(config: Config) -> Fabric:
             strategy=_strategy(config, processes),
             precision=config.fabric.precision,
         )
-    except ConfigError:
-        raise
     except (MisconfigurationException, TypeError, ValueError, RuntimeError) as error:
         asked = f"fabric.devices={config.fabric.devices}, fabric.accelerator={config.fabric.accelerator}"
         raise ConfigError(f"{asked}: {' '.join(str(error).split())}") from error

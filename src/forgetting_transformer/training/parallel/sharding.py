@@ -49,11 +49,6 @@ class Unit(NamedTuple):
     parameters: set[nn.Parameter]
     dtype: torch.dtype
 
-    @property
-    def bytes(self) -> int:
-        """Size of the whole unit, gathered."""
-        return sum(parameter.numel() for parameter in self.parameters) * self.dtype.itemsize
-
 
 class Sharded(ModelParallelStrategy):
     """Fabric's FSDP2 with the units above.
@@ -150,7 +145,7 @@ def _is_small(found: list[Unit], device: torch.device) -> bool:
         return False
     memory = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
     dist.all_reduce(memory, op=dist.ReduceOp.MIN)
-    return sum(unit.bytes for unit in found) <= _SMALL_PART * memory.item()
+    return sum(_size(unit.parameters) * unit.dtype.itemsize for unit in found) <= _SMALL_PART * memory.item()
 
 
 class _SyncControl(_ParallelBackwardSyncControl):

@@ -18,16 +18,15 @@ class PositionSums:
     """Sums over sequences of the loss at each position, and the number of sequences that have it.
 
     Args:
-        flat: `(2T,)` float64, the sums and behind them the numbers: one vector, so that ranks add theirs at once.
+        length: T. more: numbers that a subclass has behind them.
+
+    Attributes:
+        flat: float64, the sums and behind them the numbers: one vector, so that ranks add theirs at once.
     """
 
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
-        self.loss_T, self.sequences_T = flat.view(2, -1)
-
-    @classmethod
-    def zeros(cls, length: int, device: torch.device) -> "PositionSums":
-        return cls(torch.zeros(2 * length, dtype=torch.float64, device=device))
+    def __init__(self, length: int, device: torch.device, more: int = 0) -> None:
+        self.flat = torch.zeros(2 * length + more, dtype=torch.float64, device=device)
+        self.loss_T, self.sequences_T = self.flat[: 2 * length].view(2, -1)
 
     def add(
         self,
@@ -78,9 +77,8 @@ class StepLosses(PositionSums):
 
     def __init__(self, data: DataModuleConfig, ranks: Ranks, device: torch.device) -> None:
         length = data.train_batch_len
-        flat = torch.zeros(2 * length + data.train_batch_size, dtype=torch.float64, device=device)
-        super().__init__(flat[: 2 * length])
-        self.flat, self.loss_B = flat, flat[2 * length :]
+        super().__init__(length, device, more=data.train_batch_size)
+        self.loss_B = self.flat[2 * length :]
         self._part, self._context_size = ranks.part(length), ranks.context_size
         self._first_row = ranks.data_rank * (data.train_batch_size // ranks.data_size)
 
