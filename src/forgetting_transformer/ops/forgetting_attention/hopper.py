@@ -19,11 +19,11 @@ Gradients are in `hopper_backward.py`.
 What no result shows, only the assembler's log and its machine code:
 - A warpgroup that arrives at a barrier is synchronised before, and again before it next uses shared memory. So there
   are few barriers, and warpgroups arrive where their warps have just waited for a product.
-- It moves arithmetic across waits for products, not across branches. Where it should not, a wait for a barrier that was
-  passed long ago stands before such a wait, for the sake of its branch. At 64 channels it may: that is faster.
+- The assembler moves arithmetic past a wait for a product, but not past a branch. To stop it, a wait for a barrier that
+  was passed long ago, which is a branch, stands before that wait. At 64 channels it may move: that is faster.
 - It keeps addresses that it knows in registers, dozens of them: `hopper_backward.py` hides one.
-- Accumulators that are zeroed beside a product in flight make it run all products one by one. First tiles are therefore
-  apart: their product does not add to accumulators but sets them.
+- Accumulators that are zeroed beside a product in flight make it run all products one by one. So they are zeroed before
+  the first one, or a product sets them and does not add to them.
 
 Axes: M queries × N keys as in `kernels.py`; Z = B·H.
 """
@@ -286,8 +286,7 @@ def _attend(
     acc = acc * gl.convert_layout(1.0 / sums, _rows_of(HEAD_DIM))[:, None]
     if first_row >= 0:
         _store(out, out_row, first_row, acc, HEAD_DIM)
-        # Until here biases are sums up to the tile's reference, the end of its own stretch. Log-normalisers have sums
-        # up to each query.
+        # Biases so far run to the end of the queries' stretch, log-normalisers only to each query.
         value = (maximum + gl.log2(sums) - gl.load(suffix + position)) * 0.6931471805599453
         if HAS_FIRST:
             value = gl.where(sees_nothing, float("-inf"), value)

@@ -167,7 +167,7 @@ def _step(
 ):  # fmt: skip
     """A tile of queries; keys are rows."""
     column = gl.arange(0, M, _columns_of(M))
-    # Zero, which the assembler does not know: addresses that it knew it would keep in registers that are not there.
+    # Always 0, which the assembler cannot tell: it would keep addresses that it knows in registers, which are taken.
     zero = stage >> 1
     k_tile, v_tile = k_tiles.index(zero).slice(W * _ROWS, _ROWS), v_tiles.index(zero).slice(W * _ROWS, _ROWS)
 
@@ -211,7 +211,7 @@ def _step(
     dk, sums, dq = warpgroup_mma_wait(0, deps=[running_dk, sums, dq])
     mbarrier.arrive(free.index(stage), count=1)
     column_sum += _one_of_two(sums)
-    if has_before:  # else dq comes from what lay in memory
+    if has_before:  # at the first tile dq comes from what lay in memory
         mbarrier.arrive(d_score_free.index(stage ^ 1), count=1)
         _hand_on(dq, dq_tile, dq_ready, dq_free, stage, HEAD_DIM)
     return dk, dv, column_sum

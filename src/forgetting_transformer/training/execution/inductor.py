@@ -1,7 +1,7 @@
 """TorchInductor, the compiler behind torch.compile: its settings, and its start on threads.
 
-Compiled code is found by a hash of all files of PyTorch and Triton. Reading them takes seconds, for which whatever
-compiles would wait. So it begins as soon as PyTorch is loaded, beside the other imports.
+Keys of its caches include a hash of all files of PyTorch, and of Triton. Hashing takes seconds, for which whatever
+compiles would wait. So threads begin as soon as PyTorch is loaded, beside the other imports.
 """
 
 import contextlib
@@ -45,10 +45,11 @@ def configure(world_size: int) -> None:
     import torch._inductor.config
 
     torch._dynamo.config.recompile_limit = _MAX_VERSIONS
-    # Else the next start traces forward and backward of each block again: `split_columns` is such a function.
+    # Lets the cache hold graphs with custom autograd functions, such as `split_columns`. Without it every start traces
+    # forward and backward of each block again.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    # Else it times tilings of sums and padded products, and what wins decides about the last bits. Caches would hide it
-    # until a resume finds them empty.
+    # Otherwise it keeps whichever tiling of a sum or padding was fastest, which decides about the last bits. Caches
+    # hide that until a run resumes without them.
     torch._inductor.config.deterministic = True
     # It would cut a block into pieces as large as DDP's buckets, for sums over ranks to begin before the block ends.
     torch._dynamo.config.optimize_ddp = False
