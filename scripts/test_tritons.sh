@@ -5,7 +5,7 @@
 #   bash scripts/test_tritons.sh 3.7.1 3.8.0  … or these
 #
 # Per version: the tiles of every kernel fit the shared memory of every generation of GPU, and the products of the Hopper kernels stay
-# in flight. A test that is skipped is a failure here. The versions are kept in .venv/tritons; about three minutes each on two cores.
+# in flight. A test that is skipped is a failure here. The versions are kept in .venv/tritons; about six minutes each.
 set -euo pipefail
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     sed -n '2,8s/^# \{0,1\}//p' "$0"
