@@ -2,6 +2,7 @@ import gc
 import math
 import os
 import re
+import signal
 import subprocess
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -10,6 +11,16 @@ import pytest
 
 #: Cases of a test that --fast takes, and programs that it has no time for.
 CASES, PROGRAMS = 4, re.compile("python|bash|fabric|g?cc|[gc]\\+\\+|clang")
+
+
+@pytest.fixture(autouse=True)
+def kept_signals():
+    """Handlers are after each test as they were before: processes that later tests start inherit what is ignored."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 def pytest_addoption(parser):

@@ -34,16 +34,6 @@ def rank(monkeypatch, tmp_path):
     return be
 
 
-@pytest.fixture
-def kept_signals():
-    """Handlers as they were before the test."""
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-
-
 def _import_and_hang() -> None:
     class Train(types.ModuleType):
         def __getattr__(self, name: str) -> None:
@@ -61,7 +51,7 @@ def test_a_signal_while_modules_are_imported_ends_with_75():
     assert process.exitcode == 75
 
 
-def test_a_signal_after_a_preempted_run_changes_nothing_also_where_the_start_was_guarded(rank, kept_signals):
+def test_a_signal_after_a_preempted_run_changes_nothing_also_where_the_start_was_guarded(rank):
     """A scheduler and a launcher both send it: `python -m forgetting_transformer.train` has no other guard."""
     console.end_on_signals()
     assert console.exit_code("preempted") == 75
