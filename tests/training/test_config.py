@@ -14,12 +14,12 @@ from omegaconf import OmegaConf
 from forgetting_transformer.composition import for_hydra
 from forgetting_transformer.files import flatten
 from forgetting_transformer.model import DecoderForCausalLM, registry
-from forgetting_transformer.plugins import SCHEDULES
 from forgetting_transformer.training.config import Config, ConfigError, ModelConfig
 from forgetting_transformer.training.config.checks import check
 from forgetting_transformer.training.config.continuing import changes_that_alter_the_run
 from forgetting_transformer.training.config.parsing import config_class, keys_of, parse
 from forgetting_transformer.training.optimization.building import undecayed_parameters
+from forgetting_transformer.training.optimization.schedule import build_schedule
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXPERIMENTS = sorted(str(p.relative_to(CONFIGS).with_suffix("")) for p in CONFIGS.glob("experiment/**/*.yaml"))
@@ -51,7 +51,7 @@ def test_every_experiment_composes_and_can_run(path):
     config = parse(written)
     for world_size in (1, 4):
         check(config, world_size)
-    SCHEDULES.get(config.schedule.name).build(config.schedule, config.optimizer.lr)(0)
+    build_schedule(config.schedule, config.optimizer.lr)(0)
     model_config = registry.build_config(config.model.name, **config.model.config)
     # A padding token's embedding is not trained, and the data may use every token.
     assert model_config.pad_token_id is None

@@ -6,11 +6,11 @@ import types
 import pytest
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.plugins import SCHEDULES
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.composer import compose_config
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.config.continuing import check_continues
+from forgetting_transformer.training.optimization.schedule import build_schedule
 
 PRO = "+experiment/longcrawl64/forgetting_transformer=pro_760m_48b"
 
@@ -56,7 +56,7 @@ def test_the_model_of_that_name_has_the_defaults_of_the_authors_yaml():
 def test_official_schedules_are_the_same_functions_of_tokens(own, official):
     first, second = parsed(PRO, *own), parsed(PRO, *official)
     assert first == second
-    rate = SCHEDULES.get(second.schedule.name).build(second.schedule, second.optimizer.lr)
+    rate = build_schedule(second.schedule, second.optimizer.lr)
     assert rate(0) == second.schedule.init_lr if second.schedule.name == "warmup_cosine" else rate(5) > 0
 
 

@@ -5,20 +5,15 @@ import re
 
 import pytest
 
-from forgetting_transformer.plugins import SCHEDULES
 from forgetting_transformer.training.config import ConfigError, ScheduleConfig
-from forgetting_transformer.training.optimization.schedule import Schedule
+from forgetting_transformer.training.optimization.schedule import build_schedule
 
 STEP = 524_288
 
 
-def built(config: ScheduleConfig, peak_lr: float) -> Schedule:
-    return SCHEDULES.get(config.name).build(config, peak_lr)
-
-
 def test_the_papers_48b_schedule():
     config = ScheduleConfig(name="warmup_cosine", warmup_tokens=512 * STEP, total_tokens=92_160 * STEP)
-    lr = built(config, peak_lr=2e-3)
+    lr = build_schedule(config, peak_lr=2e-3)
     assert lr(0) == 0.0
     assert lr(STEP) == pytest.approx(3.90625e-6)
     assert lr(256 * STEP) == pytest.approx(1e-3)
@@ -39,7 +34,7 @@ def test_the_papers_48b_schedule():
     ],
 )  # fmt: skip
 def test_rates_are_those_worked_out_by_hand(settings, peak, rates):
-    lr = built(ScheduleConfig(**settings), peak)
+    lr = build_schedule(ScheduleConfig(**settings), peak)
     assert {tokens: lr(tokens) for tokens in rates} == pytest.approx(rates)
 
 
@@ -52,7 +47,7 @@ def test_rates_are_those_worked_out_by_hand(settings, peak, rates):
 )
 def test_impossible_schedules_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        built(ScheduleConfig(**settings), 1e-3)
+        build_schedule(ScheduleConfig(**settings), 1e-3)
 
 
 def test_lengths_that_fit_are_named_and_do():
@@ -63,6 +58,6 @@ def test_lengths_that_fit_are_named_and_do():
     ):
         kind = {"name": "warmup_cosine" if decay is None else "warmup_stable_decay", "total_tokens": total}
         with pytest.raises(ConfigError, match=f"do not fit.*; what fits is {advised}$"):
-            built(ScheduleConfig(**kind, warmup_tokens=1000, decay_tokens=decay), 1e-3)
+            build_schedule(ScheduleConfig(**kind, warmup_tokens=1000, decay_tokens=decay), 1e-3)
         fitting = {key: int(value) for key, value in re.findall(r"schedule\.(\w+)=(\d+)", advised)}
-        built(ScheduleConfig(**kind | {"decay_tokens": decay} | fitting), 1e-3)
+        build_schedule(ScheduleConfig(**kind | {"decay_tokens": decay} | fitting), 1e-3)

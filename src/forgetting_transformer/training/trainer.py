@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from forgetting_transformer import console
 from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
-from forgetting_transformer.plugins import SCHEDULES
 from forgetting_transformer.training import saving, setup
 from forgetting_transformer.training.callbacks import Callback, Callbacks, Step
 from forgetting_transformer.training.callbacks.built_in import built_in, chosen
@@ -44,6 +43,7 @@ from forgetting_transformer.training.faults.step_guard import StepGuard
 from forgetting_transformer.training.faults.stop import Stop, Vote
 from forgetting_transformer.training.feed import batches
 from forgetting_transformer.training.optimization.building import build_optimizer, undecayed_parameters
+from forgetting_transformer.training.optimization.schedule import build_schedule
 from forgetting_transformer.training.parallel.launch import expected_world_size
 from forgetting_transformer.training.parallel.ranks import Ranks
 from forgetting_transformer.training.records.descriptions import describe, open_metrics, start_block
@@ -74,7 +74,7 @@ class Trainer:
         self.vote = Vote(fabric.world_size, timeout)
 
         self.begin("data")
-        self.schedule = SCHEDULES.get(config.schedule.name).build(config.schedule, config.optimizer.lr)
+        self.schedule = build_schedule(config.schedule, config.optimizer.lr)
         self.data = setup.open_data(config, self.directory, fabric)
         self.data_info = self.data.train_info()
         self.tokens_per_step = config.datamodule.train_batch_size * config.datamodule.train_batch_len

@@ -13,6 +13,15 @@ from forgetting_transformer.training.config import ConfigError, ScheduleConfig
 Schedule = Callable[[int], float]
 
 
+def build_schedule(config: ScheduleConfig, peak_lr: float) -> Schedule:
+    """The schedule that `config` names, as a function from training tokens to the learning rate.
+
+    Raises:
+        ConfigError: lengths that do not fit into each other.
+    """
+    return SCHEDULES.get(config.name).build(config, peak_lr)
+
+
 def _with_warmup(config: ScheduleConfig, peak_lr: float, decay: Callable[[float], float] | None) -> Schedule:
     """Linear warm-up over `warmup_tokens`, `peak_lr`, then a decay that ends at `total_tokens` with `end_lr`.
 
