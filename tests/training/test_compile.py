@@ -269,7 +269,7 @@ def test_a_run_that_may_compile_for_a_gpu_begins_to_hash_the_compiler_beside_its
         assert bool(inductor._hashing) == begins
     monkeypatch.setattr(inspect, "modulesbyfile", {})
     monkeypatch.setattr(inspect, "_filesbymodname", {})
-    inductor._hash(lambda: None)
+    inductor._look_up_files()
     assert inspect.modulesbyfile[os.path.abspath(torch.__file__)] == "torch"
     for thread in inductor._hashing:
         thread.join()

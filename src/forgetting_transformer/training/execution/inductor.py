@@ -77,23 +77,28 @@ def start_thread(action: Callable[..., None], *arguments: Any) -> threading.Thre
 def _start_hashing() -> None:
     with contextlib.suppress(Exception):  # what is missing or broken is reported where it is used
         # Not on the threads: two that import what imports each other may find half of it.
-        keys = (importlib.import_module("torch._inductor.codecache").torch_key,
-                importlib.import_module("triton.runtime.cache").triton_key)  # fmt: skip
-        _hashing.extend(start_thread(_hash, key) for key in keys)
+        torch_key = importlib.import_module("torch._inductor.codecache").torch_key
+        triton_key = importlib.import_module("triton.runtime.cache").triton_key
+        # In this order: `_start_compiler` waits for the first.
+        _hashing.extend([start_thread(_fill, torch_key), start_thread(_fill, triton_key, _look_up_files)])
 
 
-def _hash(key: Callable[[], Any]) -> None:
-    """Computes the hash of a package, which is kept, and looks up the files of all modules, which are kept too: whoever
-    registers an operator has them looked up."""
+def _fill(*caches: Callable[[], Any]) -> None:
+    """Calls functions that keep what they find."""
     with contextlib.suppress(Exception):
-        key()
-        inspect.getmodule(None, "")
+        for find in caches:
+            find()
+
+
+def _look_up_files() -> None:
+    """Has Python look up the files of all modules, as it does whenever an operator is registered."""
+    inspect.getmodule(None, "")
 
 
 def _start_compiler() -> None:
     try:
-        for thread in _hashing:
-            thread.join()  # its processes get the hash
+        for thread in _hashing[:1]:
+            thread.join()  # its processes get PyTorch's hash
         importlib.import_module("torch._inductor.async_compile").maybe_warm_pool()
         importlib.import_module("torch._inductor.compile_fx")
     except Exception as error:  # the first step will fail too, and report the error
