@@ -58,7 +58,7 @@ def test_a_signal_after_a_preempted_run_changes_nothing_also_where_the_start_was
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
-def test_a_preempted_process_ends_with_75_and_a_rank_of_a_launcher_with_0(rank, kept_signals, monkeypatch, tmp_path):
+def test_a_preempted_process_ends_with_75_and_a_rank_of_a_launcher_with_0(rank, monkeypatch, tmp_path):
     assert console.exit_code("done") == 0
     assert console.exit_code("preempted") == 75
     monkeypatch.setenv("SLURM_PROCID", "3")
@@ -72,7 +72,7 @@ def test_a_preempted_process_ends_with_75_and_a_rank_of_a_launcher_with_0(rank, 
     assert outcome.read_text() == "preempted", "one rank of a node speaks"
 
 
-def test_what_all_ranks_find_wrong_is_said_by_the_first(rank, kept_signals, monkeypatch, capsys, tmp_path):
+def test_what_all_ranks_find_wrong_is_said_by_the_first(rank, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(console, "_SECONDS_FOR_THE_FIRST", 0.0)
     monkeypatch.setattr(console, "_has_log", False)
     root = logging.getLogger()
